@@ -158,18 +158,13 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.forbid_nonfinite = forbid_nonfinite
         self._sum: Any = None  # of this step, a ``_sum_kind``; None before its first gradient
         self.max_staleness = staleness
-        self._step = 0
+        self.step = 0  # results taken, unless ``set_global_step`` said otherwise
         self._count = 0
         self.waiting: dict[Take[ResultT], None] = {}  # in the order of their coming
 
     @property
     def nbytes(self) -> int:
         return 0 if self._sum is None else self._sum.nbytes
-
-    @property
-    def step(self) -> int:
-        """Number of results taken, unless ``set_global_step`` said otherwise."""
-        return self._step
 
     def num_accumulated(self) -> int:
         """Return the number of gradients that the next take would get."""
@@ -185,7 +180,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             ConfigurationError: If ``step`` is not an integer.
         """
         new = self.as_step(step)
-        before, self._step = self._step, new
+        before, self.step = self.step, new
         if new < before:
             return f"{self}: the step went back from {before} to {new}"
         return None
@@ -243,13 +238,13 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """
         computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
-        if computed_at < self._step - self.max_staleness:
-            return Applied(Outcome.STALE, self._count, self._step)
+        if computed_at < self.step - self.max_staleness:
+            return Applied(Outcome.STALE, self._count, self.step)
         self._check(gradient, nonfinite)
         adding = self._add(gradient, weight)
         self._count += 1
         take = self.complete()
-        return Applied(Outcome.ACCEPTED, self._count, self._step, take, adding)
+        return Applied(Outcome.ACCEPTED, self._count, self.step, take, adding)
 
     def complete(self) -> Take[ResultT] | None:
         """Complete the first take, if there are enough gradients for it: it gets all of them.
@@ -262,8 +257,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             return None
         take._making = self._reduce(self._sum)
         del self.waiting[take]
-        self._step += 1
-        take.count, take.step, take.state = self._count, self._step, TakeState.COMPLETE
+        self.step += 1
+        take.count, take.step, take.state = self._count, self.step, TakeState.COMPLETE
         self._count, self._sum = 0, None
         return take
 
@@ -502,34 +497,26 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, IndexedSlices]):
             raise self._refused(
                 f"expected {len(indices)} rows of values, one for each index, got {len(values)}"
             )
+        declared = self.shape or ()
         if dense_shape is not None:
-            self._check_dimensions("dense_shape", dense_shape, first=0)
+            self._check_dimensions("dense_shape", dense_shape, declared, 0, " or more")
         self._check_range(indices)
         if row_shape is None:
-            self._check_dimensions("values", values.shape, first=1)
+            self._check_dimensions("values", values.shape, declared, 1, " or more")
         else:
-            self._check_like_the_first(values.shape, row_shape)
+            self._check_dimensions("values", values.shape, (None, *row_shape), 1)
 
-    def _check_dimensions(self, what: str, shape: Sequence[int], *, first: int) -> None:
-        """Compare with the accumulator's shape, dimensions from ``first`` on."""
-        expected = self.shape or ()
-        if len(shape) < len(expected):
-            raise self._refused(
-                f"expected {what} of rank {len(expected)} or more, got {len(shape)}"
-            )
+    def _check_dimensions(
+        self, what: str, shape: Sequence[int], expected: Sequence[int | None], first: int,
+        more: str = "",
+    ) -> None:  # fmt: skip
+        """Compare dimensions from ``first`` on; ``more`` says that there may be others behind."""
+        if len(shape) < len(expected) or (not more and len(shape) > len(expected)):
+            raise self._refused(f"expected {what} of rank {len(expected)}{more}, got {len(shape)}")
         for i in range(first, len(expected)):
             if expected[i] is not None and shape[i] not in (expected[i], -1):
                 raise self._refused(
                     f"expected dimension {i} of {what} to be {expected[i]}, got {shape[i]}"
-                )
-
-    def _check_like_the_first(self, shape: Sequence[int], row_shape: Sequence[int]) -> None:
-        if len(shape) != 1 + len(row_shape):
-            raise self._refused(f"expected values of rank {1 + len(row_shape)}, got {len(shape)}")
-        for i, (size, expected) in enumerate(zip(shape[1:], row_shape, strict=True), 1):
-            if size != expected:
-                raise self._refused(
-                    f"expected dimension {i} of values to be {expected}, got {size}"
                 )
 
     def _check_range(self, indices: np.ndarray) -> None:

@@ -46,11 +46,13 @@ from psync.errors import (
 )
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
+from psync.net.shielding import end_all
 from psync.replicas.context import forbid_in_merge
 from psync.serialization.failures import rebuild_exception, text_of
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
+from psync.specs import some_of
 from psync.wire import messages
 from psync.wire.closure_numbers import pack_kept
 
@@ -173,9 +175,7 @@ class Joins:
             with self._joining(NEVER) as failed:
                 await self.wait(limit, task, failed)
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+            await end_all((task,))
         if failed.done():
             failed.result()
         task.result()
@@ -216,7 +216,7 @@ class Joins:
         ]
         self._late.clear()
         return UsageError(
-            f"refused, because the step had returned: {'; '.join(_some(texts))}",
+            f"refused, because the step had returned: {'; '.join(some_of(texts, MAX_NAMED))}",
             hint=LATE_HINT,
         )
 
@@ -283,12 +283,6 @@ MAX_NAMED = 5
 """Closures or tasks in a description: it is repeated in the log, and there may be hundreds."""
 
 
-def _some(names: Sequence[str]) -> list[str]:
-    """Return the first few, and how many more there are."""
-    more = len(names) - MAX_NAMED
-    return [*names[:MAX_NAMED], f"and {more} more"] if more > 0 else list(names)
-
-
 def describe_waiting(
     queue: ClosureQueue,
     missing: Sequence[tuple[str, str]],
@@ -304,13 +298,13 @@ def describe_waiting(
         gone: Workers that have left.
     """
     counts, running = queue.statistics(), queue.dispatcher.oldest()
-    parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
+    parts = some_of([f"{closure} on {at}" for at, closure in running.items()], MAX_NAMED)
     behind = counts.waiting + counts.queued + counts.in_flight - len(running)
     if behind:
         parts.append(f"{behind} more wait for their turn")
     if not counts.workers:
-        names = ", ".join(_some([f"{task} at {address}" for task, address in missing]))
-        left = f"{', '.join(_some(gone))} left" if gone else ""
+        names = ", ".join(some_of([f"{task} at {at}" for task, at in missing], MAX_NAMED))
+        left = f"{', '.join(some_of(gone, MAX_NAMED))} left" if gone else ""
         awaited = f"waiting for {names}" if names else "waiting for one to come"
         parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
     text = "; ".join([*parts, *others]) or "nothing"
@@ -527,10 +521,7 @@ class Coordinator:
         self.gangs.fail(error)
         self.perform(actions)
         try:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(list(self._tasks))
+            await end_all(self._tasks)
             await self.gangs.close()
             await self.recovery.close()
             await self.cuts.close()
@@ -632,7 +623,8 @@ class Coordinator:
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
         error = settled.exception()
         if error is None and finish_steps and self.done():
-            await self._finish_steps(limit)
+            finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+            await self.joins.run(finish, limit)
         if (late := self.joins.take_late()) is not None:
             if error is None:
                 raise late
@@ -643,10 +635,6 @@ class Coordinator:
     def stop_reason(self) -> str | None:
         """Why a step has asked for the end of training; see ``ClusterCoordinator.stop_reason``."""
         return self._queue.requested_stop or self.joins.stop_reason
-
-    async def _finish_steps(self, limit: Limit | None) -> None:
-        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
-        await self.joins.run(finish, limit)
 
     def waits_for(self) -> str:
         """Say what a join waits for."""

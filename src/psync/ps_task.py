@@ -48,6 +48,7 @@ from psync.ps.succession import (
     check_chief,
     check_newest,
 )
+from psync.specs import some_of
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
 from psync.sync.ps_services import PsServices
@@ -165,10 +166,11 @@ class PsTask:
         counters = self.statistics()
         store, groups = counters.pop("store"), counters.pop("sync")
         serves = f"serves coordinator {self.floor}" if self.floor else "waits for a coordinator"
+        held = self.services.describe() + self._host.describe()
         lines = [
             f"{self.task}: {serves}",
             f"  {store['shards']} shards, {store['bytes']} bytes, {store['slot_bytes']} of slots",
-            *(f"  {line}" for line in _some(self.services.describe() + self._host.describe())),
+            *(f"  {line}" for line in some_of(held, MAX_LISTED)),
         ]
         for name, group in groups.items():
             lines.append(
@@ -176,11 +178,11 @@ class PsTask:
                 f"{group['target']} counted, {group['waiting']} wait for a token"
             )
         if waiting := sorted(self.services.in_groups):
-            names = _some([f"{name} ({incarnation})" for name, incarnation in waiting])
-            lines.append(f"  waiting for others: {', '.join(names)}")
+            names = [f"{name} ({incarnation})" for name, incarnation in waiting]
+            lines.append(f"  waiting for others: {', '.join(some_of(names, MAX_LISTED))}")
         peers = self._endpoint.peers
-        ends = _some(sorted(f"{peer.task} ({peer.incarnation}) {peer.lane}" for peer in peers))
-        lines.append(f"  connections: {', '.join(ends) or 'none'}")
+        ends = sorted(f"{peer.task} ({peer.incarnation}) {peer.lane}" for peer in peers)
+        lines.append(f"  connections: {', '.join(some_of(ends, MAX_LISTED)) or 'none'}")
         return [*lines, f"  counters: {json.dumps(counters, default=str)}"]
 
     def statistics(self) -> dict[str, Any]:
@@ -404,8 +406,3 @@ class PsTask:
         for fence in fences:
             self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()
-
-
-def _some(lines: list[str]) -> list[str]:
-    more = len(lines) - MAX_LISTED
-    return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines

@@ -137,9 +137,12 @@ class Scope:
     def _whole(
         self, name: str, shape: tuple[int, ...], dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
-        """Return a new variable, which has no shards yet."""
-        unique, number = self._unique(name), len(self._variables)
-        return VariableSpec(unique, number, shape, dtype, trainable, (), where)
+        """Return a new variable, under a name that is not taken; it has no shards yet."""
+        unique, count = name, self._names.get(name, 0)
+        while unique in self._names:
+            unique = f"{name}_{count}"
+            count += 1
+        return VariableSpec(unique, len(self._variables), shape, dtype, trainable, (), where)
 
     def _beside(self, original: VariableSpec, whole: VariableSpec) -> VariableSpec:
         """Place a variable beside another one, whose shape it has: each shard on the same ps.
@@ -165,14 +168,6 @@ class Scope:
                 f'variable "{name}": the coordinator of this strategy was closed',
                 hint="create a new strategy, and declare the variable there",
             )
-
-    def _unique(self, name: str) -> str:
-        """Return a name that is not taken."""
-        unique, count = name, self._names.get(name, 0)
-        while unique in self._names:
-            unique = f"{name}_{count}"
-            count += 1
-        return unique
 
     def _declared(self, name: str, declaration: Declaration) -> VariableSpec:
         """Note what was declared, under the name that was asked for or one made of it."""
