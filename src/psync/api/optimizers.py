@@ -28,7 +28,7 @@ from psync.client.plan import Plan
 from psync.client.ps import check_plugins
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.net.platform import PerProcess, random_hex
-from psync.numerics.casting import fits, fitting
+from psync.numerics.casting import fitting
 from psync.numerics.compression import Compression, checked_compression
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.rules import (
@@ -925,9 +925,7 @@ class Optimizer:
                 gradient, variable = pair
             except (TypeError, ValueError):
                 raise _no_pairs(pair) from None
-            if not isinstance(
-                variable, (Variable, ShardedVariable)
-            ):  # a union is made at each call
+            if not isinstance(variable, AnyVariable):
                 raise ValueMismatchError(
                     "apply_gradients: expected (gradient, variable) pairs, got "
                     f"{type(variable).__name__} for the variable"
@@ -948,8 +946,7 @@ class Optimizer:
                         f'apply_gradients: variable "{spec.name}" appears twice'
                     )
                 seen.add(key)
-            if finite is not None or type(gradient) is not np.ndarray or not fits(gradient, spec):
-                gradient = _checked(gradient, spec, finite)
+            gradient = _checked(gradient, spec, finite)
             if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
                 self._rule.check_rows(f'gradient for "{spec.name}"')
             gradients.append(gradient)

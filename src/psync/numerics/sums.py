@@ -125,8 +125,6 @@ def check_weight(weight: object) -> float:
     Raises:
         ValueMismatchError: If it is not a number within ``WEIGHTS``.
     """
-    if weight == 1.0 and type(weight) is float:  # by far the most
-        return weight
     low, high = WEIGHTS
     number = float(weight) if isinstance(weight, numbers.Real) else math.nan
     if not low <= number <= high:
