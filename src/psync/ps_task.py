@@ -268,11 +268,7 @@ class PsTask:
                     peer.close()  # once its last answers are written
 
     async def _attach(self, request: Request[messages.AttachPs]) -> None:
-        self._take_up(request.peer, request.message)
-        await self._succession.settled()
-        request.answer(messages.PsAttached(registered()))
-
-    def _take_up(self, peer: Connection, message: messages.AttachPs) -> None:
+        peer, message = request.peer, request.message
         check_chief(peer)
         if message.coordinator != peer.incarnation:
             expected = f"{self.task}: expected AttachPs for incarnation {peer.incarnation}"
@@ -283,6 +279,8 @@ class PsTask:
             self._begin(message)
         else:
             self.services.moved(message.ps_addresses, message.moves)
+        await self._succession.settled()
+        request.answer(messages.PsAttached(registered()))
 
     def _begin(self, attach: messages.AttachPs) -> None:
         """Begin empty for a newer coordinator."""

@@ -211,8 +211,7 @@ class Rate:
         self.default = as_schedule(default)
 
     def __get__(self, rule: UpdateRule | None, cls: type[UpdateRule]) -> Schedule:
-        rate: Schedule = self.default if rule is None else rule.__dict__["learning_rate"]
-        return rate
+        return self.default if rule is None else rule.__dict__["learning_rate"]
 
     def __set__(self, rule: UpdateRule, value: float | Schedule) -> None:
         rule.__dict__["learning_rate"] = as_schedule(value)
@@ -302,8 +301,7 @@ class UpdateRule(ABC):
 
     def initial_slot(self, name: str) -> float:
         """Return the initial value of all elements of slot ``name``."""
-        value: float = getattr(self, f"initial_{name}_value", 0.0)  # an argument of some rules
-        return value
+        return getattr(self, f"initial_{name}_value", 0.0)  # an argument of some rules
 
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``rule_from_config`` rebuilds the rule."""
