@@ -12,9 +12,9 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -285,8 +285,6 @@ AnyVariable = Variable | ShardedVariable
 GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 _PAIRS, _ARRAYS = {tuple, list}, {np.ndarray}
 Gradient = np.ndarray | IndexedSlices
-
-T = TypeVar("T")
 
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
@@ -727,25 +725,30 @@ class Optimizer:
         if global_step is not None and not self._rule.may_raise:
             (shard,) = global_step.spec.shards
             raised = shard if shard.ps in plan.first else None
-        said: dict[str, Any] = {
-            "optimizer": self.number, "config": self._config, "elsewhere": known.elsewhere,
-            "call": call, "layerwise": self._rule.takes_norms, "landing": landing, "raised": raised,
-        }  # fmt: skip
-        if self._compression is None and (global_step is None or raised is not None):
-            answers = await ps.push(plan, gradients, **said)
+        push = functools.partial(
+            ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
+            call=call, layerwise=self._rule.takes_norms, landing=landing, raised=raised,
+        )  # fmt: skip
+        kind, apart = self._compression, raised is None and global_step is not None
+        if kind is None and not apart:
+            answers = await push(plan, gradients)
         else:
-            push = functools.partial(ps.push, plan, gradients, **said)
-            if self._compression is not None:
-                push = functools.partial(
-                    runtime.feedback.push, plan, gradients, functools.partial(ps.push, **said),
-                    kind=self._compression, optimizer=self.number,
-                )  # fmt: skip
-                plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
-            if global_step is not None and raised is None:
-                one = [np.ones((), global_step.dtype)]
-                add = functools.partial(ps.assign, ps.plan_of((global_step,)), one, op="add")
-                push = functools.partial(_then, push, add, runtime.begin_update("push"))
-            answers = await ps.outgoing.shielded(push)
+            counting = runtime.begin_update("push") if apart else None
+
+            async def in_parts() -> list[Pushed]:
+                if kind is None:
+                    found = await push(plan, gradients)
+                else:
+                    found = await runtime.feedback.push(
+                        plan, gradients, push, kind=kind, optimizer=self.number
+                    )
+                if global_step is not None and counting is not None:
+                    one = [np.ones((), global_step.dtype)]
+                    await ps.assign(ps.plan_of((global_step,)), one, op="add", call=counting)
+                return found
+
+            answers = await ps.outgoing.shielded(in_parts)
+            plan = ps.plan(plan.variables, kind)  # whose messages are answered
         if known.timeline != ps.outgoing.timeline:  # it is undone
             known, number, before = runtime.pushes(self.number), 0, {}
         known.learn(plan, before, answers)
@@ -914,13 +917,9 @@ class Optimizer:
         without: list[str] = []  # names of variables whose gradient is None
         seen: set[tuple[str, int, int]] = set()  # shards
         finite = self._name if self._forbid_nonfinite else None
-        if isinstance(grads_and_vars, dict):
+        if isinstance(grads_and_vars, dict) or not np.iterable(grads_and_vars):
             raise _no_pairs(grads_and_vars)
-        try:
-            given = iter(grads_and_vars)
-        except TypeError:
-            raise _no_pairs(grads_and_vars) from None
-        for pair in given:
+        for pair in grads_and_vars:
             try:
                 gradient, variable = pair
             except (TypeError, ValueError):
@@ -939,13 +938,10 @@ class Optimizer:
                     f'apply_gradients: variable "{spec.name}" is synchronized on read: each worker '
                     "has a different value, and optimizers do not train it"
                 )
-            for shard in spec.shards:
-                key = variable.origin, spec.variable_id, shard.index
-                if key in seen:
-                    raise ValueMismatchError(
-                        f'apply_gradients: variable "{spec.name}" appears twice'
-                    )
-                seen.add(key)
+            shards = {(variable.origin, spec.variable_id, shard.index) for shard in spec.shards}
+            if not seen.isdisjoint(shards):
+                raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" appears twice')
+            seen |= shards
             gradient = _checked(gradient, spec, finite)
             if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
                 self._rule.check_rows(f'gradient for "{spec.name}"')
@@ -1003,15 +999,6 @@ class Optimizer:
                 hint="create it in main(), on the coordinator, and let the step capture it",
             )
         return runtime
-
-
-async def _then(
-    push: Callable[[], Awaitable[T]], other: Callable[..., Awaitable[object]], call: tuple[int, int]
-) -> T:
-    """Push; then make another update, whose identity is drawn."""
-    answers = await push()
-    await other(call=call)
-    return answers
 
 
 class OptimizerRegistry:
