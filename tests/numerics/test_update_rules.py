@@ -44,6 +44,7 @@ from psync.numerics.rules import (
     unknown_in,
 )
 from psync.numerics.sums import SQUARES_PIECE, scaled, sum_of_squares
+from psync.rules import register
 from psync.schedules import ExponentialDecay, PolynomialDecay
 from psync.specs import dtype_of
 from rule_table import RULES, gradients, run, start
@@ -520,9 +521,9 @@ def test_what_is_registered_is_listed_in_order_and_survives_the_wire() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_one_name_is_of_one_class() -> None:
-    rules.register_rule(own_rules.Momentum)
+    register(own_rules.Momentum)
     with pytest.raises(ConfigurationError, match=r"'tests\.momentum' of .* by own_rules"):
-        rules.register_rule(type("Other", (own_rules.Momentum,), {}))
+        register(type("Other", (own_rules.Momentum,), {}))
 
 
 @for_each(

@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from psync.accumulators import (
     rule_of,
 )
 from psync.accumulators import SparseConditionalAccumulator as SparseRule
-from psync.api.scopes import Scope, runtime_of, scope_for
+from psync.api.scopes import H, Scope, handle_of, runtime_of, scope_for
 from psync.client.context import Runtime
 from psync.client.ps import Place
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
 from psync.numerics.rows import IndexedSlices
 from psync.specs import Outcome, dtype_of
@@ -213,24 +212,11 @@ class AccumulatorHandle:
         return f'{method} of accumulator "{self.name}"'
 
 
-H = TypeVar("H", bound=AccumulatorHandle)
-
-_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str], Any]] = PerProcess(
-    weakref.WeakValueDictionary
-)
-
-
 def intern(cls: type[H], origin: str, place: Place) -> H:
     """Return this process's handle of an accumulator: one object, however often it arrives."""
-    key = (origin, place.definition.name)
-    handle: H | None = _interned().get(key)
-    if handle is None:
-        handle = object.__new__(cls)
-        handle.origin, handle.place = origin, place
-        handle._rule = cast(DenseRule | SparseRule, rule_of(place.definition))
-        handle._scope = None
-        _interned()[key] = handle
-    return handle
+    definition = place.definition
+    key, rule = (origin, definition.name), rule_of(definition)
+    return handle_of(cls, key, origin=origin, place=place, _rule=rule)
 
 
 Shape = Sequence[int | None]

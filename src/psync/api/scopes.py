@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from psync.wire.frames import SMALL_BODY_BYTES
 
 if TYPE_CHECKING:
     from psync.api.variables import Handle
+
+H = TypeVar("H")
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
@@ -219,6 +221,20 @@ def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = 
     if scope is None:
         raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
     return scope
+
+
+_handles: PerProcess[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+
+
+def handle_of(cls: type[H], key: tuple[Any, ...], **attributes: Any) -> H:
+    """Return this process's handle of what was declared: one object, however often it arrives."""
+    handle: H | None = _handles().get(key)
+    if handle is None:
+        handle = _handles()[key] = object.__new__(cls)
+        vars(handle).update(attributes, _scope=None)
+    return handle
 
 
 def place_of(frame: FrameType) -> str:

@@ -1056,9 +1056,6 @@ RULES: dict[str, type[UpdateRule]] = {
     cls.name: cls
     for cls in (SGD, Adam, Adamax, Nadam, Lion, Adagrad, Adadelta, RMSprop, Ftrl, Lamb)
 }
-OWN = frozenset(RULES)
-"""Names of psync's own."""
-
 _OPTIONS = tuple(field.name for field in fields(RuleOptions))
 
 
@@ -1099,28 +1096,10 @@ Registered = tuple[str, str, int]
 """("rule" or "schedule", name, version) of what a plugin has registered."""
 
 
-def register_rule(cls: type[UpdateRule]) -> None:
-    """Make a rule of the user's known to this process; the same one again replaces itself.
-
-    Raises:
-        ConfigurationError: There is another one of its name.
-    """
-    known = RULES.get(cls.name)
-    same = (cls.__module__, cls.__qualname__)
-    if known is not None and (known.__module__, known.__qualname__) != same:
-        raise ConfigurationError(
-            f"update rule {cls.name!r} of {cls.__module__}: the name is already used by "
-            f"{known.__module__}",
-            hint="use a unique name, such as mypackage.sign",
-        )
-    RULES[cls.name] = cls
-
-
 def registered() -> list[Registered]:
     """Return what plugins have registered in this process, in order."""
-    rules = sorted((name, cls.version) for name, cls in RULES.items() if name not in OWN)
     return [
-        *(("rule", *each) for each in rules),
+        *(("rule", *each) for each in schedules.of_plugins(RULES, __name__)),
         *(("schedule", *each) for each in schedules.registered()),
     ]
 
@@ -1142,6 +1121,6 @@ def unknown_in(config: object) -> str:
 
 def registered_in(rule: UpdateRule) -> list[Registered]:
     """Return what an optimizer needs that plugins register: its rule, its schedules."""
-    own = [] if rule.name in OWN else [("rule", rule.name, rule.version)]
+    own = [("rule", rule.name, rule.version)] if type(rule).__module__ != __name__ else []
     rates = schedules.registered_in(rule.learning_rate)
     return [*own, *(("schedule", cls.__name__, cls.version) for cls in rates)]
