@@ -27,7 +27,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -115,12 +115,14 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
     Attributes:
         nbytes: Size of the sum that it holds.
         waiting: Takes that wait.
+        definition: Describes accumulators like this one.
 
     Args:
         dtype: float16, bfloat16, float32 or float64: of gradients and results.
         shape: Of the variable; None where a dimension, or all of it, is not known.
         name: For messages.
         reduction_type: "MEAN" or "SUM".
+        divisor: Of the mean of a row, see ``SparseConditionalAccumulator``.
         forbid_nonfinite: Refuse gradients that hold infinities or NaN.
         max_staleness: How many steps a gradient may be behind and still count.
 
@@ -128,7 +130,9 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         ConfigurationError: If one of these is not what is stated above.
     """
 
+    kind: ClassVar[str]
     _sum_kind: ClassVar[type[DenseSum] | type[SparseSum]]
+    _divisors: ClassVar[tuple[str, ...]] = ("",)  # the first is the default
 
     def __init__(
         self,
@@ -137,6 +141,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         *,
         name: str,
         reduction_type: str = "MEAN",
+        divisor: str | None = None,
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> None:
@@ -153,7 +158,14 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         if reduction_type not in ("MEAN", "SUM"):
             raise self._misused(f"expected reduction_type 'MEAN' or 'SUM', got {reduction_type!r}")
         self.dtype = dtype_of(chosen)
-        self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
+        dims = None if shape is None else [self._dimension(dim) for dim in shape]
+        self.shape = None if dims is None else tuple(dims)
+        self.divisor = self._divisors[0] if divisor is None else divisor
+        if self.divisor not in self._divisors:
+            raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
+        self.definition = DefineAccumulator(
+            name, self.kind, chosen, dims, reduction_type, self.divisor, forbid_nonfinite, staleness
+        )
         self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
         self.forbid_nonfinite = forbid_nonfinite
         self._sum: Any = None  # of this step, a ``_sum_kind``; None before its first gradient
@@ -375,7 +387,7 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
     of each step decides it for that step.
     """
 
-    _sum_kind = DenseSum
+    kind, _sum_kind = "dense", DenseSum
 
     def as_gradient(self, given: object) -> np.ndarray:
         """Return a gradient as an array, checked as far as it can be without those held.
@@ -432,20 +444,8 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, IndexedSlices]):
             row, or "total", those of all.
     """
 
-    _sum_kind = SparseSum
-
-    def __init__(
-        self,
-        dtype: object,
-        shape: Sequence[int | None] | None = None,
-        *,
-        divisor: Literal["per_index", "total"] = "per_index",
-        **options: Any,
-    ) -> None:
-        super().__init__(dtype, shape, **options)
-        if divisor not in ("per_index", "total"):
-            raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
-        self.divisor = divisor
+    kind, _sum_kind = "sparse", SparseSum
+    _divisors = ("per_index", "total")
 
     def as_gradient(self, indices: Any, values: Any, dense_shape: Any = None) -> GivenSlices:
         """Return a gradient as arrays, checked as far as it can be without those held.
@@ -559,38 +559,26 @@ def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> Con
     )
 
 
-def definition_of(
-    rule: ConditionalAccumulator | SparseConditionalAccumulator,
-) -> DefineAccumulator:
-    """Return the message that describes accumulators like ``rule``."""
-    divisor = rule.divisor if isinstance(rule, SparseConditionalAccumulator) else ""
-    return DefineAccumulator(
-        rule.name, "sparse" if divisor else "dense", dtype_name(rule.dtype),
-        None if rule.shape is None else list(rule.shape), rule.reduction.upper(),
-        divisor, rule.forbid_nonfinite, rule.max_staleness,
-    )  # fmt: skip
-
-
 def rule_of(definition: DefineAccumulator) -> Accumulator[Any, Any]:
     """Return a rule of that kind, empty.
 
     Raises:
         ConfigurationError, RemoteProtocolError: It describes none.
     """
-    options: dict[str, Any] = {
-        "name": definition.name, "reduction_type": definition.reduction,
-        "forbid_nonfinite": definition.forbid_nonfinite,
-        "max_staleness": definition.max_staleness,
-    }  # fmt: skip
-    if definition.kind == "dense":
-        return ConditionalAccumulator(definition.dtype, definition.shape, **options)
-    if definition.kind == "sparse":
-        options["divisor"] = definition.divisor
-        return SparseConditionalAccumulator(definition.dtype, definition.shape, **options)
-    raise RemoteProtocolError(
-        f'accumulator "{definition.name}": expected kind "dense" or "sparse", got '
-        f"{definition.kind!r}"
-    )
+    kinds: dict[str, Any] = {
+        cls.kind: cls for cls in (ConditionalAccumulator, SparseConditionalAccumulator)
+    }
+    if definition.kind not in kinds:
+        raise RemoteProtocolError(
+            f'accumulator "{definition.name}": expected kind "dense" or "sparse", got '
+            f"{definition.kind!r}"
+        )
+    rule: Accumulator[Any, Any] = kinds[definition.kind](
+        definition.dtype, definition.shape, name=definition.name,
+        reduction_type=definition.reduction, divisor=definition.divisor,
+        forbid_nonfinite=definition.forbid_nonfinite, max_staleness=definition.max_staleness,
+    )  # fmt: skip
+    return rule
 
 
 def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

@@ -18,7 +18,6 @@ import numpy as np
 from psync.accumulators import ConditionalAccumulator as DenseRule
 from psync.accumulators import (
     Slices,
-    definition_of,
     other_parameters,
     rule_of,
 )
@@ -82,7 +81,7 @@ class AccumulatorHandle:
         )
         names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
         free = (each for each in names if each not in scope._accumulators)
-        definition = definition_of(rule_named(name=shared_name or next(free)))
+        definition = rule_named(name=shared_name or next(free)).definition
         known: Self | None = scope._accumulators.get(definition.name)
         if known is not None:
             if known.place.definition != definition:
