@@ -846,8 +846,28 @@ class Optimizer:
 
         Cancellation: Safe.
         """
-        _, grads = await self._value_and_gradients(value_and_grad, var_list)
-        return grads
+        if var_list is None:
+            variables: Any = trainable_here("compute_gradients without var_list", self._arrived)
+        else:
+            variables = listed(var_list)
+        flat, values = is_flat(variables), await pull_values(variables)
+        answer = value_and_grad(*values) if flat else value_and_grad(values)
+        try:
+            _, grads, *predictions = answer
+            grads = list(grads) if flat else grads
+            if len(predictions) > 1:
+                raise ValueError("too many values")
+        except (TypeError, ValueError):
+            raise ValueMismatchError(
+                "value_and_grad: expected it to return (loss, gradients), got "
+                f"{type(answer).__name__}",
+                hint="return loss, [gradient_of_w, gradient_of_b]",
+            ) from None
+        if flat and len(grads) != len(variables):
+            raise ValueMismatchError(
+                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
+            )
+        return [(gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")]
 
     async def minimize(
         self,
@@ -865,38 +885,15 @@ class Optimizer:
 
         Cancellation: See ``apply_gradients``.
         """
-        loss, grads = await self._value_and_gradients(value_and_grad, var_list)
-        await self.apply_gradients(grads, global_step)
-        return loss
+        answers = []
 
-    async def _value_and_gradients(
-        self, value_and_grad: ValueAndGrad, var_list: Any
-    ) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
-        """Return the loss at the variables' values, and pairs of gradient and variable."""
-        if var_list is None:
-            variables: Any = trainable_here("compute_gradients without var_list", self._arrived)
-        else:
-            variables = listed(var_list)
-        flat, values = is_flat(variables), await pull_values(variables)
-        answer = value_and_grad(*values) if flat else value_and_grad(values)
-        try:
-            loss, grads, *predictions = answer
-            grads = list(grads) if flat else grads
-            if len(predictions) > 1:
-                raise ValueError("too many values")
-        except (TypeError, ValueError):
-            raise ValueMismatchError(
-                "value_and_grad: expected it to return (loss, gradients), got "
-                f"{type(answer).__name__}",
-                hint="return loss, [gradient_of_w, gradient_of_b]",
-            ) from None
-        if flat and len(grads) != len(variables):
-            raise ValueMismatchError(
-                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
-            )
-        return loss, [
-            (gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")
-        ]
+        def noting(*values: Any) -> Any:
+            answers.append(value_and_grad(*values))
+            return answers[-1]
+
+        gradients = await self.compute_gradients(noting, var_list)
+        await self.apply_gradients(gradients, global_step)
+        return answers[-1][0]
 
     def _checked(
         self, grads_and_vars: GradsAndVars
