@@ -341,15 +341,10 @@ async def runtime_of(operation: str, *variables: Any) -> Runtime:
     return runtime
 
 
-class _Kept:
-    """The values of one open scope."""
-
-    def __init__(self, closure: ClosureContext | None) -> None:
-        self.closure = closure  # the step that opened it; None: the program
-        self.values: dict[Handle, np.ndarray] = {}
-
-
-_open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
+_open: ContextVar[tuple[ClosureContext | None, dict[Handle, np.ndarray]] | None] = ContextVar(
+    "psync_kept_reads", default=None
+)
+"""The step that opened a scope, None: the program; and the values that are kept in it."""
 
 
 @contextmanager
@@ -381,14 +376,14 @@ def cache_variable_reads() -> Generator[None, None, None]:
             "cache_variable_reads: scopes cannot be nested",
             hint="a scope is already open here and caches these reads",
         )
-    with setting(_open, _Kept(current_closure())):
+    with setting(_open, (current_closure(), {})):
         yield
 
 
-def kept_here() -> _Kept | None:
-    """Return the open ``cache_variable_reads``; not of whoever started a step in this process."""
+def kept_here() -> dict[Handle, np.ndarray] | None:
+    """Return the values of the open ``cache_variable_reads``; not of who started a step here."""
     kept = _open.get()
-    return kept if kept is not None and kept.closure is current_closure() else None
+    return kept[1] if kept is not None and kept[0] is current_closure() else None
 
 
 async def values_of(
@@ -418,10 +413,13 @@ async def values_of(
     """
     kept = None if consistent else kept_here()
     if kept is not None:
-        values = await _through(kept, runtime, variables)
+        if missing := tuple([variable for variable in variables if variable not in kept]):
+            arrays = await runtime.ps.pull(runtime.ps.plan_of(missing), seen=runtime.pulled)
+            for variable, array in zip(missing, arrays, strict=True):
+                kept.setdefault(variable, array)  # the first of two at once is it
         return [
-            value.copy() if copy and target is None else _placed(value, target)
-            for value, target in zip(values, out or [None] * len(values), strict=True)
+            kept[variable].copy() if copy and target is None else _placed(kept[variable], target)
+            for variable, target in zip(variables, out or [None] * len(variables), strict=True)
         ]
     plan = runtime.ps.plan_of(variables)
     if consistent:
@@ -430,24 +428,11 @@ async def values_of(
         return await pull_compressed(
             runtime.ps, plan, compression, writable=copy, out=out, seen=runtime.pulled
         )
-    if (arrays := runtime.take_ahead(plan)) is not None:
-        for array in arrays:
+    if (ahead := runtime.take_ahead(plan)) is not None:
+        for array in ahead:
             array.setflags(write=copy)
-        return arrays if out is None else list(map(_placed, arrays, out))
+        return ahead if out is None else list(map(_placed, ahead, out))
     return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
-
-
-async def _through(
-    kept: _Kept, runtime: Runtime, variables: tuple[Handle, ...]
-) -> list[np.ndarray]:
-    """Return what is kept, and pull and keep the rest."""
-    missing = tuple([variable for variable in variables if variable not in kept.values])
-    if missing:
-        plan = runtime.ps.plan_of(missing)
-        arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
-        for variable, array in zip(missing, arrays, strict=True):
-            kept.values.setdefault(variable, array)  # the first of two at once is it
-    return [kept.values[variable] for variable in variables]
 
 
 def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:
