@@ -26,7 +26,7 @@ from psync.client.context import Runtime, current_runtime, forbid_in_step
 from psync.client.link import PsLink
 from psync.client.plan import Plan
 from psync.client.ps import check_plugins
-from psync.errors import ConfigurationError, UsageError, ValueMismatchError
+from psync.errors import UsageError, ValueMismatchError, check_fits
 from psync.net.platform import PerProcess, random_hex
 from psync.numerics.casting import fitting
 from psync.numerics.compression import Compression, checked_compression
@@ -478,11 +478,9 @@ class Optimizer:
             instead="make it once in main(), on the coordinator; the step may capture it. "
             "Its slots live as long as it does",
         )
-        if not isinstance(staleness_bound, StalenessBound | None):
-            raise ConfigurationError(
-                f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
-                hint="staleness_bound=psync.StalenessBound(2)",
-            )
+        fits = isinstance(staleness_bound, StalenessBound | None)
+        expected = "expected a StalenessBound or None as staleness_bound"
+        check_fits(fits, expected, staleness_bound, "staleness_bound=psync.StalenessBound(2)")
         kind: Any = UpdateRule  # abstract, which a type[…] must not be
         checked_kind("optimizer: expected an UpdateRule", rule, kind, hint="psync.optimizers.SGD()")
         options = RuleOptions(

@@ -55,7 +55,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from psync import schedules
-from psync.errors import ConfigurationError, ValueMismatchError
+from psync.errors import ConfigurationError, ValueMismatchError, check_fits
 from psync.numerics.memory import Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import SQUARES_PIECE, scaled, sum_dtype, sum_of_squares
@@ -138,10 +138,8 @@ def number(rule: str, name: str, value: object, minimum: float, maximum: float =
         ConfigurationError: The value is not such a number; the message begins with ``rule``.
     """
     plain = as_number(f"{rule}: {name}", value)
-    if not minimum <= plain <= maximum:
-        raise ConfigurationError(
-            f"{rule}: expected {name} between {minimum} and {maximum}, got {plain}"
-        )
+    expected = f"{rule}: expected {name} between {minimum} and {maximum}"
+    check_fits(minimum <= plain <= maximum, expected, plain)
     return float(plain)
 
 
