@@ -623,8 +623,7 @@ class Coordinator:
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
         error = settled.exception()
         if error is None and finish_steps and self.done():
-            finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
-            await self.joins.run(finish, limit)
+            await self._finish_steps(limit)
         if (late := self.joins.take_late()) is not None:
             if error is None:
                 raise late
@@ -635,6 +634,10 @@ class Coordinator:
     def stop_reason(self) -> str | None:
         """Why a step has asked for the end of training; see ``ClusterCoordinator.stop_reason``."""
         return self._queue.requested_stop or self.joins.stop_reason
+
+    async def _finish_steps(self, limit: Limit | None) -> None:
+        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+        await self.joins.run(finish, limit)
 
     def waits_for(self) -> str:
         """Say what a join waits for."""
