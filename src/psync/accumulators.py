@@ -27,7 +27,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.numerics.casting import overflow
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
 from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
 from psync.wire.messages import DefineAccumulator
@@ -106,17 +107,6 @@ class Applied(Generic[ResultT]):
             yield from self.completed.making()
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The gradients that an accumulator holds, as a sum that another one can go on with."""
-
-    count: int  # gradients in it, at least 1
-    weight: float  # sum of their weights
-    shape: tuple[int, ...]  # of the sum; of a sparse one: of a row
-    rows: int  # of a sparse one; 0 of a dense one
-    arrays: list[np.ndarray]  # its memory: not to be kept beyond the next call
-
-
 class Accumulator(ABC, Generic[GradientT, ResultT]):
     """The gradients of one step, dense or some rows of a variable, and who waits for them.
 
@@ -125,18 +115,24 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
     Attributes:
         nbytes: Size of the sum that it holds.
         waiting: Takes that wait.
+        definition: Describes accumulators like this one.
 
     Args:
         dtype: float16, bfloat16, float32 or float64: of gradients and results.
         shape: Of the variable; None where a dimension, or all of it, is not known.
         name: For messages.
         reduction_type: "MEAN" or "SUM".
+        divisor: Of the mean of a row, see ``SparseConditionalAccumulator``.
         forbid_nonfinite: Refuse gradients that hold infinities or NaN.
         max_staleness: How many steps a gradient may be behind and still count.
 
     Raises:
         ConfigurationError: If one of these is not what is stated above.
     """
+
+    kind: ClassVar[str]
+    _sum_kind: ClassVar[type[DenseSum] | type[SparseSum]]
+    _divisors: ClassVar[tuple[str, ...]] = ("",)  # the first is the default
 
     def __init__(
         self,
@@ -145,6 +141,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         *,
         name: str,
         reduction_type: str = "MEAN",
+        divisor: str | None = None,
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> None:
@@ -161,24 +158,25 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         if reduction_type not in ("MEAN", "SUM"):
             raise self._misused(f"expected reduction_type 'MEAN' or 'SUM', got {reduction_type!r}")
         self.dtype = dtype_of(chosen)
-        self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
+        dims = None if shape is None else [self._dimension(dim) for dim in shape]
+        self.shape = None if dims is None else tuple(dims)
+        self.divisor = self._divisors[0] if divisor is None else divisor
+        if self.divisor not in self._divisors:
+            raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
+        self.definition = DefineAccumulator(
+            name, self.kind, chosen, dims, reduction_type, self.divisor, forbid_nonfinite, staleness
+        )
         self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
         self.forbid_nonfinite = forbid_nonfinite
-        # Of this step; None before its first gradient.
-        self._sum: DenseSum | SparseSum | None = None
+        self._sum: Any = None  # of this step, a ``_sum_kind``; None before its first gradient
         self.max_staleness = staleness
-        self._step = 0
+        self.step = 0  # results taken, unless ``set_global_step`` said otherwise
         self._count = 0
         self.waiting: dict[Take[ResultT], None] = {}  # in the order of their coming
 
     @property
     def nbytes(self) -> int:
         return 0 if self._sum is None else self._sum.nbytes
-
-    @property
-    def step(self) -> int:
-        """Number of results taken, unless ``set_global_step`` said otherwise."""
-        return self._step
 
     def num_accumulated(self) -> int:
         """Return the number of gradients that the next take would get."""
@@ -194,7 +192,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             ConfigurationError: If ``step`` is not an integer.
         """
         new = self.as_step(step)
-        before, self._step = self._step, new
+        before, self.step = self.step, new
         if new < before:
             return f"{self}: the step went back from {before} to {new}"
         return None
@@ -252,13 +250,13 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """
         computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
-        if computed_at < self._step - self.max_staleness:
-            return Applied(Outcome.STALE, self._count, self._step)
+        if computed_at < self.step - self.max_staleness:
+            return Applied(Outcome.STALE, self._count, self.step)
         self._check(gradient, nonfinite)
         adding = self._add(gradient, weight)
         self._count += 1
         take = self.complete()
-        return Applied(Outcome.ACCEPTED, self._count, self._step, take, adding)
+        return Applied(Outcome.ACCEPTED, self._count, self.step, take, adding)
 
     def complete(self) -> Take[ResultT] | None:
         """Complete the first take, if there are enough gradients for it: it gets all of them.
@@ -269,12 +267,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         take = next(iter(self.waiting), None)
         if take is None or self._count < take.num_required:
             return None
-        take._making = self._reduce()
+        take._making = self._reduce(self._sum)
         del self.waiting[take]
-        self._step += 1
-        take.count, take.step, take.state = self._count, self._step, TakeState.COMPLETE
-        self._count = 0
-        self._clear()
+        self.step += 1
+        take.count, take.step, take.state = self._count, self.step, TakeState.COMPLETE
+        self._count, self._sum = 0, None
         return take
 
     def as_call(self, local_step: object, weight: object) -> tuple[int, float]:
@@ -314,23 +311,35 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Return what adds the gradient to those held, and cannot be refused."""
 
     @abstractmethod
-    def _reduce(self) -> Pieces[ResultT]:
+    def _reduce(self, total: Any) -> Pieces[ResultT]:
         """Return what makes of the gradients held what they amount to."""
 
-    @abstractmethod
-    def held(self) -> Held | None:
-        """Return the contents, when all was added; None: the accumulator is empty."""
+    def held(self) -> tuple[tuple[int, float, list[int], int], list[np.ndarray]] | None:
+        """Return the contents, when all was added, for ``hold``; None: the accumulator is empty.
 
-    @abstractmethod
+        The arrays are its memory: not to be kept beyond the next call.
+        """
+        if (total := self._sum) is None:
+            return None
+        return (self._count, total.weight, list(total.shape), total.rows), total.arrays()
+
     def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds, instead of what is there; arguments as of ``Held``.
+        """Hold what another one holds, instead of what is there.
+
+        Args:
+            count: Of gradients.
+            weight: Sum of theirs.
+            shape: Of the sum; of a sparse one that of a row.
+            rows: Of a sparse one; of a dense one 0.
 
         Returns:
             Arrays to which what is in those of the other one is to be written.
         """
-
-    def _clear(self) -> None:
-        self._sum = None
+        self._sum = self._sum_kind(shape, self.dtype)
+        self._sum.restore(weight, rows)
+        self._count = count
+        arrays: list[np.ndarray] = self._sum.arrays()
+        return arrays
 
     def _dimension(self, dim: object) -> int | None:
         size = as_integer(dim)
@@ -383,7 +392,7 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
     of each step decides it for that step.
     """
 
-    _sum: DenseSum | None = None  # of this step; None before its first gradient
+    kind, _sum_kind = "dense", DenseSum
 
     def as_gradient(self, given: object) -> np.ndarray:
         """Return a gradient as an array, checked as far as it can be without those held.
@@ -395,20 +404,6 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
         self._check_shape(gradient, self.shape)
         return gradient
 
-    def held(self) -> Held | None:
-        """Return what is held; None: nothing."""
-        total = self._sum
-        if total is None:
-            return None
-        return Held(total.count, total.weight, total.shape, 0, total.arrays())
-
-    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds; see ``Accumulator``."""
-        self._sum = DenseSum(shape, self.dtype)
-        self._sum.restore(count, weight)
-        self._count = count
-        return self._sum.arrays()
-
     def _check(self, gradient: np.ndarray, nonfinite: int | None) -> None:
         self._check_shape(gradient, self.shape if self._sum is None else self._sum.shape)
         self._check_finite(gradient, nonfinite)
@@ -418,13 +413,11 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
             raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
 
     def _add(self, gradient: np.ndarray, weight: float) -> Pieces[None]:
-        if self._sum is None:
-            self._sum = DenseSum(gradient.shape, self.dtype)
-        return self._sum.adding(gradient, weight)
+        self._sum = total = self._sum or DenseSum(gradient.shape, self.dtype)
+        return total.adding(gradient, weight)
 
-    def _reduce(self) -> Pieces[np.ndarray]:
-        assert self._sum is not None, "a take needs one gradient at least"
-        return self._sum.making(self.reduction)
+    def _reduce(self, total: DenseSum) -> Pieces[np.ndarray]:
+        return total.making(self.reduction)
 
 
 class Slices(Protocol):
@@ -438,15 +431,6 @@ class Slices(Protocol):
     def dense_shape(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no truth value
-class SparseGradient:
-    """Some rows of an array; the caller owns what is in it."""
-
-    indices: np.ndarray  # int64, shape (n,), ascending, each once
-    values: np.ndarray  # shape (n, …): row i is row indices[i] of the dense array
-    dense_shape: tuple[int, ...]  # of the dense array; -1 where the number of rows is not known
-
-
 class GivenSlices(NamedTuple):
     """A gradient as it came, its dtypes checked."""
 
@@ -455,7 +439,7 @@ class GivenSlices(NamedTuple):
     dense_shape: tuple[int, ...] | None
 
 
-class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
+class SparseConditionalAccumulator(Accumulator[GivenSlices, IndexedSlices]):
     """Collects rows of an array, and gives their means or their sums.
 
     Arguments as of ``Accumulator``; values may have more dimensions than ``shape``.
@@ -465,20 +449,8 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
             row, or "total", those of all.
     """
 
-    _sum: SparseSum | None = None  # of this step; None before its first gradient
-
-    def __init__(
-        self,
-        dtype: object,
-        shape: Sequence[int | None] | None = None,
-        *,
-        divisor: Literal["per_index", "total"] = "per_index",
-        **options: Any,
-    ) -> None:
-        super().__init__(dtype, shape, **options)
-        if divisor not in ("per_index", "total"):
-            raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
-        self.divisor = divisor
+    kind, _sum_kind = "sparse", SparseSum
+    _divisors = ("per_index", "total")
 
     def as_gradient(self, indices: Any, values: Any, dense_shape: Any = None) -> GivenSlices:
         """Return a gradient as arrays, checked as far as it can be without those held.
@@ -490,21 +462,6 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         gradient = self._convert((indices, values, dense_shape))
         self._check_shapes(gradient, None)
         return gradient
-
-    def held(self) -> Held | None:
-        """Return what is held; None: nothing."""
-        total = self._sum
-        if total is None:
-            return None
-        rows = total.indices.size
-        return Held(self._count, total.weight, total.row_shape, rows, total.arrays())
-
-    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds; see ``Accumulator``."""
-        self._sum = SparseSum(shape, self.dtype)
-        self._sum.restore(rows, weight)
-        self._count = count
-        return self._sum.arrays()
 
     def _convert(self, given: Any) -> GivenSlices:
         indices, values, dense_shape = given
@@ -532,7 +489,7 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         return known
 
     def _check(self, gradient: GivenSlices, nonfinite: int | None) -> None:
-        self._check_shapes(gradient, None if self._sum is None else self._sum.row_shape)
+        self._check_shapes(gradient, None if self._sum is None else self._sum.shape)
         self._check_finite(gradient.values, nonfinite)
 
     def _check_shapes(self, gradient: GivenSlices, row_shape: tuple[int, ...] | None) -> None:
@@ -545,34 +502,26 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
             raise self._refused(
                 f"expected {len(indices)} rows of values, one for each index, got {len(values)}"
             )
+        declared = self.shape or ()
         if dense_shape is not None:
-            self._check_dimensions("dense_shape", dense_shape, first=0)
+            self._check_dimensions("dense_shape", dense_shape, declared, 0, " or more")
         self._check_range(indices)
         if row_shape is None:
-            self._check_dimensions("values", values.shape, first=1)
+            self._check_dimensions("values", values.shape, declared, 1, " or more")
         else:
-            self._check_like_the_first(values.shape, row_shape)
+            self._check_dimensions("values", values.shape, (None, *row_shape), 1)
 
-    def _check_dimensions(self, what: str, shape: Sequence[int], *, first: int) -> None:
-        """Compare with the accumulator's shape, dimensions from ``first`` on."""
-        expected = self.shape or ()
-        if len(shape) < len(expected):
-            raise self._refused(
-                f"expected {what} of rank {len(expected)} or more, got {len(shape)}"
-            )
+    def _check_dimensions(
+        self, what: str, shape: Sequence[int], expected: Sequence[int | None], first: int,
+        more: str = "",
+    ) -> None:  # fmt: skip
+        """Compare dimensions from ``first`` on; ``more`` says that there may be others behind."""
+        if len(shape) < len(expected) or (not more and len(shape) > len(expected)):
+            raise self._refused(f"expected {what} of rank {len(expected)}{more}, got {len(shape)}")
         for i in range(first, len(expected)):
             if expected[i] is not None and shape[i] not in (expected[i], -1):
                 raise self._refused(
                     f"expected dimension {i} of {what} to be {expected[i]}, got {shape[i]}"
-                )
-
-    def _check_like_the_first(self, shape: Sequence[int], row_shape: Sequence[int]) -> None:
-        if len(shape) != 1 + len(row_shape):
-            raise self._refused(f"expected values of rank {1 + len(row_shape)}, got {len(shape)}")
-        for i, (size, expected) in enumerate(zip(shape[1:], row_shape, strict=True), 1):
-            if size != expected:
-                raise self._refused(
-                    f"expected dimension {i} of values to be {expected}, got {size}"
                 )
 
     def _check_range(self, indices: np.ndarray) -> None:
@@ -589,21 +538,14 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         return self.shape[0] if self.shape else None
 
     def _add(self, gradient: GivenSlices, weight: float) -> Pieces[None]:
-        if self._sum is None:
-            self._sum = SparseSum(gradient.values.shape[1:], self.dtype)
-        return self._sum.adding(gradient.indices, gradient.values, weight)
+        self._sum = total = self._sum or SparseSum(gradient.values.shape[1:], self.dtype)
+        return total.adding(gradient.indices, gradient.values, weight)
 
-    def _reduce(self) -> Pieces[SparseGradient]:
-        assert self._sum is not None, "a take needs one gradient at least"
-        return self._result_of(self._sum)
-
-    def _result_of(self, total: SparseSum) -> Pieces[SparseGradient]:
+    def _reduce(self, total: SparseSum) -> Pieces[IndexedSlices]:
         values = yield from total.making(self.reduction, per_index=self.divisor == "per_index")
         rows = self._num_rows()
         # The sum belongs to this take alone, and so do its indices.
-        return SparseGradient(
-            total.indices, values, (-1 if rows is None else rows, *total.row_shape)
-        )
+        return IndexedSlices(values, total.indices, (-1 if rows is None else rows, *total.shape))
 
 
 # What is said of an accumulator.
@@ -622,38 +564,26 @@ def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> Con
     )
 
 
-def definition_of(
-    rule: ConditionalAccumulator | SparseConditionalAccumulator,
-) -> DefineAccumulator:
-    """Return the message that describes accumulators like ``rule``."""
-    divisor = rule.divisor if isinstance(rule, SparseConditionalAccumulator) else ""
-    return DefineAccumulator(
-        rule.name, "sparse" if divisor else "dense", dtype_name(rule.dtype),
-        None if rule.shape is None else list(rule.shape), rule.reduction.upper(),
-        divisor, rule.forbid_nonfinite, rule.max_staleness,
-    )  # fmt: skip
-
-
 def rule_of(definition: DefineAccumulator) -> Accumulator[Any, Any]:
     """Return a rule of that kind, empty.
 
     Raises:
         ConfigurationError, RemoteProtocolError: It describes none.
     """
-    options: dict[str, Any] = {
-        "name": definition.name, "reduction_type": definition.reduction,
-        "forbid_nonfinite": definition.forbid_nonfinite,
-        "max_staleness": definition.max_staleness,
-    }  # fmt: skip
-    if definition.kind == "dense":
-        return ConditionalAccumulator(definition.dtype, definition.shape, **options)
-    if definition.kind == "sparse":
-        options["divisor"] = definition.divisor
-        return SparseConditionalAccumulator(definition.dtype, definition.shape, **options)
-    raise RemoteProtocolError(
-        f'accumulator "{definition.name}": expected kind "dense" or "sparse", got '
-        f"{definition.kind!r}"
-    )
+    kinds: dict[str, Any] = {
+        cls.kind: cls for cls in (ConditionalAccumulator, SparseConditionalAccumulator)
+    }
+    if definition.kind not in kinds:
+        raise RemoteProtocolError(
+            f'accumulator "{definition.name}": expected kind "dense" or "sparse", got '
+            f"{definition.kind!r}"
+        )
+    rule: Accumulator[Any, Any] = kinds[definition.kind](
+        definition.dtype, definition.shape, name=definition.name,
+        reduction_type=definition.reduction, divisor=definition.divisor,
+        forbid_nonfinite=definition.forbid_nonfinite, max_staleness=definition.max_staleness,
+    )  # fmt: skip
+    return rule
 
 
 def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

@@ -97,12 +97,9 @@ def _checked_unix_path(address: str) -> str:
         raise ConfigurationError(
             f"address {address!r}: expected an absolute path after 'unix:'", hint=_ADDRESS_HINT
         )
-    if size > MAX_UNIX_PATH_BYTES:
-        raise ConfigurationError(
-            f"address {address!r}: the path of a Unix socket has at most {MAX_UNIX_PATH_BYTES} "
-            f"bytes, got {size}",
-            hint="use a shorter directory",
-        )
+    limit = f"the path of a Unix socket has at most {MAX_UNIX_PATH_BYTES} bytes"
+    fits = size <= MAX_UNIX_PATH_BYTES
+    check_fits(fits, f"address {address!r}: {limit}", size, "use a shorter directory")
     return path
 
 

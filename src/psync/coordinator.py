@@ -51,6 +51,7 @@ from psync.replicas.context import forbid_in_merge
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Payload, rebuild_exception, text_of
 from psync.serialization.remote_value import RemoteValue
+from psync.specs import some_of
 from psync.wire import messages
 from psync.wire.closure_numbers import pack_kept
 
@@ -173,7 +174,7 @@ class Joins:
             with self._joining(NEVER) as failed:
                 await self.wait(limit, task, failed)
         finally:
-            await end_all([task])
+            await end_all((task,))
         if failed.done():
             failed.result()
         task.result()
@@ -214,7 +215,7 @@ class Joins:
         ]
         self._late.clear()
         return UsageError(
-            f"refused, because the step had returned: {'; '.join(_some(texts))}",
+            f"refused, because the step had returned: {'; '.join(some_of(texts, MAX_NAMED))}",
             hint=LATE_HINT,
         )
 
@@ -281,12 +282,6 @@ MAX_NAMED = 5
 """Closures or tasks in a description: it is repeated in the log, and there may be hundreds."""
 
 
-def _some(names: Sequence[str]) -> list[str]:
-    """Return the first few, and how many more there are."""
-    more = len(names) - MAX_NAMED
-    return [*names[:MAX_NAMED], f"and {more} more"] if more > 0 else list(names)
-
-
 def describe_waiting(
     queue: ClosureQueue,
     missing: Sequence[tuple[str, str]],
@@ -302,13 +297,13 @@ def describe_waiting(
         gone: Workers that have left.
     """
     counts, running = queue.statistics(), queue.dispatcher.oldest()
-    parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
+    parts = some_of([f"{closure} on {at}" for at, closure in running.items()], MAX_NAMED)
     behind = counts.waiting + counts.queued + counts.in_flight - len(running)
     if behind:
         parts.append(f"{behind} more wait for their turn")
     if not counts.workers:
-        names = ", ".join(_some([f"{task} at {address}" for task, address in missing]))
-        left = f"{', '.join(_some(gone))} left" if gone else ""
+        names = ", ".join(some_of([f"{task} at {at}" for task, at in missing], MAX_NAMED))
+        left = f"{', '.join(some_of(gone, MAX_NAMED))} left" if gone else ""
         awaited = f"waiting for {names}" if names else "waiting for one to come"
         parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
     text = "; ".join([*parts, *others]) or "nothing"

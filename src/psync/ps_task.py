@@ -48,26 +48,13 @@ from psync.ps.succession import (
     check_chief,
     check_newest,
 )
+from psync.specs import some_of
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import CLOSER
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    AskServed,
-    AskSpans,
-    AskStatistics,
-    AttachPs,
-    Done,
-    FillSnapshot,
-    Hello,
-    Post,
-    PsAttached,
-    Refused,
-    RestoreSnapshot,
-    Shutdown,
-    Statistics,
-)
 
 if TYPE_CHECKING:
     from psync.compat.board import Board
@@ -127,15 +114,17 @@ class PsTask:
         self._succession = Succession(self._process, self, clock)
         self._snapshots = parts.of(Snapshots)(self._process, self)
         handlers: dict[type[Message], Handler] = {
-            AttachPs: Handler(self._attach),
-            AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
-            Shutdown: Handler(self._shutdown),
-            Post: Handler(self._post),
+            messages.AttachPs: Handler(self._attach),
+            messages.AskStatistics: Handler(
+                lambda request: request.answer(messages.Statistics(self.statistics()))
+            ),
+            messages.Shutdown: Handler(self._shutdown),
+            messages.Post: Handler(self._post),
             **self._succession.handlers(),
             **self._snapshots.handlers(),
             **self._host.handlers(),
-            FillSnapshot: Handler(self._fill),
-            **({} if is_hosted else {AskServed: Handler(self._host.ask_served)}),
+            messages.FillSnapshot: Handler(self._fill),
+            **({} if is_hosted else {messages.AskServed: Handler(self._host.ask_served)}),
             **self.services.handlers(),
         }
         incarnation = platform.new_incarnation()
@@ -143,7 +132,7 @@ class PsTask:
         self.chief = ChiefPresence(self._endpoint)
         self._recorder = SpanRecorder(platform, task, self._facts, self._counters)
         self._recorder.watch_endpoint(self._endpoint)
-        handlers[AskSpans] = Handler(self._recorder.answer)
+        handlers[messages.AskSpans] = Handler(self._recorder.answer)
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
@@ -177,10 +166,11 @@ class PsTask:
         counters = self.statistics()
         store, groups = counters.pop("store"), counters.pop("sync")
         serves = f"serves coordinator {self.floor}" if self.floor else "waits for a coordinator"
+        held = self.services.describe() + self._host.describe()
         lines = [
             f"{self.task}: {serves}",
             f"  {store['shards']} shards, {store['bytes']} bytes, {store['slot_bytes']} of slots",
-            *(f"  {line}" for line in _some(self.services.describe() + self._host.describe())),
+            *(f"  {line}" for line in some_of(held, MAX_LISTED)),
         ]
         for name, group in groups.items():
             lines.append(
@@ -188,11 +178,11 @@ class PsTask:
                 f"{group['target']} counted, {group['waiting']} wait for a token"
             )
         if waiting := sorted(self.services.in_groups):
-            names = _some([f"{name} ({incarnation})" for name, incarnation in waiting])
-            lines.append(f"  waiting for others: {', '.join(names)}")
+            names = [f"{name} ({incarnation})" for name, incarnation in waiting]
+            lines.append(f"  waiting for others: {', '.join(some_of(names, MAX_LISTED))}")
         peers = self._endpoint.peers
-        ends = _some(sorted(f"{peer.task} ({peer.incarnation}) {peer.lane}" for peer in peers))
-        lines.append(f"  connections: {', '.join(ends) or 'none'}")
+        ends = sorted(f"{peer.task} ({peer.incarnation}) {peer.lane}" for peer in peers)
+        lines.append(f"  connections: {', '.join(some_of(ends, MAX_LISTED)) or 'none'}")
         return [*lines, f"  counters: {json.dumps(counters, default=str)}"]
 
     def statistics(self) -> dict[str, Any]:
@@ -214,7 +204,7 @@ class PsTask:
         return {"queue": executor.waiting + executor.computes.waiting}
 
     def _replace(
-        self, attach: AttachPs, timeline: int, contents: Loaded, patience_s: float | None
+        self, attach: messages.AttachPs, timeline: int, contents: Loaded, patience_s: float | None
     ) -> None:
         """Serve something else from now on; what was begun before ends where it began.
 
@@ -252,17 +242,17 @@ class PsTask:
             who = f"{peer.task}, {peer.incarnation}, is not the coordinator that it serves"
             raise FencedError(f"{self.task}: {who}, {self.floor or 'none yet'}")
 
-    def _admit(self, hello: Hello) -> Refused | None:
+    def _admit(self, hello: messages.Hello) -> messages.Refused | None:
         is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
         if is_worker and self.life is not Life.SERVING:
             # It would find no variable here, and take that for a mistake of its program, if this
             # task has just been started again. It tries until the coordinator has decided.
-            return Refused("early", "it serves no coordinator yet")
+            return messages.Refused("early", "it serves no coordinator yet")
         try:
             self.services.ledger.check_incarnation(hello.task, hello.incarnation)
         except FencedError as exc:
             newer = f"it serves {REPLACED.format(hello.task)}"
-            return Refused("fenced", newer if hello.task == CHIEF else exc.message)
+            return messages.Refused("fenced", newer if hello.task == CHIEF else exc.message)
         return None
 
     def _cut_off(self) -> None:
@@ -277,12 +267,8 @@ class PsTask:
                 except FencedError:
                     peer.close()  # once its last answers are written
 
-    async def _attach(self, request: Request[AttachPs]) -> None:
-        self._take_up(request.peer, request.message)
-        await self._succession.settled()
-        request.answer(PsAttached(registered()))
-
-    def _take_up(self, peer: Connection, message: AttachPs) -> None:
+    async def _attach(self, request: Request[messages.AttachPs]) -> None:
+        peer, message = request.peer, request.message
         check_chief(peer)
         if message.coordinator != peer.incarnation:
             expected = f"{self.task}: expected AttachPs for incarnation {peer.incarnation}"
@@ -293,8 +279,10 @@ class PsTask:
             self._begin(message)
         else:
             self.services.moved(message.ps_addresses, message.moves)
+        await self._succession.settled()
+        request.answer(messages.PsAttached(registered()))
 
-    def _begin(self, attach: AttachPs) -> None:
+    def _begin(self, attach: messages.AttachPs) -> None:
         """Begin empty for a newer coordinator."""
         before = self.services
         if before.attach is not None:
@@ -317,25 +305,25 @@ class PsTask:
         if not attach.keep:  # else it may have to go on with what is here, see AskServed
             self._host.end_below(attach.coordinator)
 
-    def _post(self, request: Request[Post]) -> None:
+    def _post(self, request: Request[messages.Post]) -> None:
         if self._board is None:
             self._board = import_module("psync.compat.board").Board(self.floor)
         self._board.post(request)
 
-    def _shutdown(self, request: Request[Shutdown]) -> None:
+    def _shutdown(self, request: Request[messages.Shutdown]) -> None:
         peer, message = request.peer, request.message
         check_newest(peer, self.task, self.newest)
         logger.info("%s: %s asks it to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
-        request.answer(Done())
+        request.answer(messages.Done())
 
     # Rollback.
 
-    def _fill(self, request: Request[FillSnapshot]) -> Coroutine[Any, Any, None]:
+    def _fill(self, request: Request[messages.FillSnapshot]) -> Coroutine[Any, Any, None]:
         is_backup = request.peer.task.startswith("/job:ps/")
         return self._host.fill(request) if is_backup else self._snapshots.fill(request)
 
-    def take(self, loaded: Loaded, message: RestoreSnapshot) -> None:
+    def take(self, loaded: Loaded, message: messages.RestoreSnapshot) -> None:
         """Serve what a snapshot holds from now on; see ``snapshots.Snapshots``."""
         before = self.services
         assert before.attach is not None, "only the coordinator that is served asks"
@@ -393,7 +381,9 @@ class PsTask:
         self.chief.watch(made._endpoint)
         return made
 
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
+    def take_over(
+        self, attach: messages.AttachPs, loaded: Loaded, timeline: int, lineage: int
+    ) -> None:
         """Hold what a snapshot of another one holds."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
@@ -414,8 +404,3 @@ class PsTask:
         for fence in fences:
             self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()
-
-
-def _some(lines: list[str]) -> list[str]:
-    more = len(lines) - MAX_LISTED
-    return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines

@@ -36,6 +36,7 @@ from psync.numerics.memory import Scratch
 from psync.numerics.rules import ACCUMULATOR, Arrays, Coefficients, Part, Rate, RuleRaised
 from psync.numerics.rules import UpdateRule as _AnyRule
 from psync.numerics.rules import within as within
+from psync.schedules import add_to
 from psync.specs import plain_array, shortened
 
 __all__ = ["Step", "UpdateRule", "register", "within"]
@@ -246,7 +247,8 @@ def register(made: type[R]) -> type[R]:
     if inspect.isabstract(cls):
         raise ConfigurationError(f"{where}: expected a method update(value, slots, gradient, step)")
     cls().probe()
-    known_rules.register_rule(cls)
+    hint = "use a unique name, such as mypackage.sign"
+    add_to(known_rules.RULES, cls.name, cls, f"update rule {cls.name!r}", hint)
     return cls
 
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from psync.errors import ConfigurationError, check_fits
 from psync.specs import as_number, shortened
@@ -331,8 +331,6 @@ _SCHEDULES: dict[str, type[Schedule]] = {
     )
 }  # fmt: skip
 
-_OWN = frozenset(_SCHEDULES)
-
 OR_OWN = "or load the plugin that registers it: --plugin MODULE, or PSYNC_PLUGINS=MODULE"
 """Remedy in hints for an unknown name."""
 
@@ -351,30 +349,39 @@ def register(made: type[_S]) -> type[_S]:
     name = made.__name__
     is_one = issubclass(made, Schedule)
     check_fits(is_one, "expected a subclass of psync.schedules.Schedule", made)
-    known = _SCHEDULES.get(name)
-    if known is not None and (name in _OWN or known.__module__ != made.__module__):
-        raise ConfigurationError(
-            f"schedule {name!r} of {made.__module__}: the name is already used by "
-            f"{known.__module__}",
-            hint="give the class a unique name",
-        )
     cls = made if "__dataclass_fields__" in vars(made) else dataclass(frozen=True)(made)
-    _SCHEDULES[name] = cls
+    add_to(_SCHEDULES, name, cls, f"schedule {name!r}", "give the class a unique name")
     return cls
+
+
+def add_to(known: dict[str, Any], name: str, cls: type, what: str, hint: str) -> None:
+    """Make a class of a plugin known by a name; the same one again replaces itself.
+
+    Raises:
+        ConfigurationError: There is another one of its name.
+    """
+    other, own = known.get(name, cls), (cls.__module__, cls.__qualname__)
+    if (other.__module__, other.__qualname__) != own:
+        text = f"{what} of {cls.__module__}: the name is already used by {other.__module__}"
+        raise ConfigurationError(text, hint=hint)
+    known[name] = cls
+
+
+def of_plugins(known: Mapping[str, Any], home: str) -> list[tuple[str, int]]:
+    """Return (name, version) of each class from elsewhere than psync's ``home``, in order."""
+    return sorted((name, cls.version) for name, cls in known.items() if cls.__module__ != home)
 
 
 def registered() -> list[tuple[str, int]]:
     """Return (name, version) of each registered schedule, in order of the names."""
-    if len(_SCHEDULES) == len(_OWN):
-        return []
-    return sorted((name, cls.version) for name, cls in _SCHEDULES.items() if name not in _OWN)
+    return of_plugins(_SCHEDULES, __name__)
 
 
 def registered_in(schedule: Schedule) -> list[type[Schedule]]:
     """Return the registered classes in a schedule: its own class and those of nested schedules."""
     parts = [getattr(schedule, each.name) for each in fields(schedule)]
     inner = [cls for part in parts if isinstance(part, Schedule) for cls in registered_in(part)]
-    return inner if type(schedule).__name__ in _OWN else [type(schedule), *inner]
+    return inner if type(schedule).__module__ == __name__ else [type(schedule), *inner]
 
 
 def unknown_in(config: object) -> str:

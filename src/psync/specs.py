@@ -9,6 +9,7 @@ import enum
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -116,6 +117,12 @@ def shortened(value: object) -> str:
     """Return ``repr(value)``, at most 200 characters of it, for messages."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def some_of(names: Sequence[str], most: int) -> list[str]:
+    """Return the first few names, and how many more there are."""
+    more = len(names) - most
+    return [*names[:most], f"and {more} more"] if more > 0 else list(names)
 
 
 class HiddenValues(TypeError):

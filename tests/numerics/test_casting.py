@@ -10,7 +10,7 @@ import pytest
 
 from loops import for_each
 from psync.errors import ValueMismatchError
-from psync.numerics.casting import checked_target, fits, fitting
+from psync.numerics.casting import checked_target, fitting
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 
 
@@ -24,20 +24,6 @@ SPEC = spec_of((3, 2))
 
 def fitted(value: Any, spec: VariableSpec = SPEC, **options: Any) -> np.ndarray:
     return fitting(value, spec, "assign", **{"casting": "same_kind", **options})
-
-
-@for_each(
-    "value, expected",
-    [
-        (np.zeros((3, 2), np.float32), True),
-        (np.zeros((3, 2), np.float64), False),
-        (np.zeros((2, 3), np.float32), False),
-        (np.zeros((2, 3), np.float32).T, False),
-    ],
-)
-def test_what_fits_as_it_is(value: np.ndarray, expected: bool) -> None:
-    assert fits(value, SPEC) == expected
-    assert not fits(np.zeros((3, 2), np.int32), spec_of((3, 2), "int32"))
 
 
 def test_an_array_that_fits_is_not_copied() -> None:

@@ -25,7 +25,6 @@ from psync.numerics.memory import CHUNK, Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.rules import (
     MAX_WORDS,
-    PIECE,
     SGD,
     Adagrad,
     Adam,
@@ -45,6 +44,7 @@ from psync.numerics.rules import (
     unknown_in,
 )
 from psync.numerics.sums import SQUARES_PIECE, scaled, sum_of_squares
+from psync.rules import register
 from psync.schedules import ExponentialDecay, PolynomialDecay
 from psync.specs import dtype_of
 from rule_table import RULES, gradients, run, start
@@ -289,12 +289,12 @@ def measured(rule: Lamb, *parts: Any, chunk: int = CHUNK) -> tuple[float, float]
     measurement = rule.measurement(STEP, Scratch(chunk))
     for part in parts:
         measurement.add(*part)
-    return measurement.sums()
+    return measurement.sums
 
 
 @for_each("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
-    param, grad, slots = arrays(3 * PIECE + 5, dtype)
+    param, grad, slots = arrays(3 * SQUARES_PIECE + 5, dtype)
     before = [array.tobytes() for array in (param, grad, *slots)]
     of_param, of_update = measured(Lamb(0.01), (param, grad, slots))
     assert [array.tobytes() for array in (param, grad, *slots)] == before
@@ -305,9 +305,10 @@ def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
 
 
 def test_norms_do_not_depend_on_chunks_or_blocks() -> None:
-    param, grad, slots = arrays(5 * PIECE + 17, np.float32)
+    param, grad, slots = arrays(5 * SQUARES_PIECE + 17, np.float32)
     whole = measured(Lamb(), (param, grad, slots))
-    cuts = [slice(0, 2 * PIECE), slice(2 * PIECE, 3 * PIECE), slice(3 * PIECE, None)]
+    first, second = 2 * SQUARES_PIECE, 3 * SQUARES_PIECE
+    cuts = [slice(0, first), slice(first, second), slice(second, None)]
     blocks = ((param[cut], grad[cut], [slot[cut] for slot in slots]) for cut in cuts)
     assert measured(Lamb(), *blocks, chunk=7) == whole
 
@@ -495,9 +496,9 @@ def test_what_is_registered_is_listed_in_order_and_survives_the_wire() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_one_name_is_of_one_class() -> None:
-    rules.register_rule(own_rules.Momentum)
+    register(own_rules.Momentum)
     with pytest.raises(ConfigurationError, match=r"'tests\.momentum' of .* by own_rules"):
-        rules.register_rule(type("Other", (own_rules.Momentum,), {}))
+        register(type("Other", (own_rules.Momentum,), {}))
 
 
 @for_each(

@@ -156,9 +156,8 @@ def test_an_accumulator_goes_on_from_what_another_one_holds(kind: Any) -> None:
         first, second = kind(None, dtype), kind(None, dtype)
         assert first.held() is None
         offer(first, [1.1, 2.3], 0.3)
-        held = first.held()
-        arrays = second.hold(held.count, held.weight, held.shape, held.rows)
-        for mine, its in zip(arrays, held.arrays, strict=True):
+        held, contents = first.held()
+        for mine, its in zip(second.hold(*held), contents, strict=True):
             mine[...] = its
         assert second.num_accumulated() == 1
         results = []

@@ -19,7 +19,6 @@ from psync.accumulators import (
     ConditionalAccumulator,
     Take,
     TakeState,
-    definition_of,
     other_parameters,
     rule_of,
 )
@@ -314,7 +313,7 @@ DEFINED = (
 
 @pytest.mark.parametrize("definition", DEFINED)
 def test_what_is_said_of_an_accumulator_makes_one_like_it(definition: DefineAccumulator) -> None:
-    assert definition_of(rule_of(definition)) == definition
+    assert rule_of(definition).definition == definition
 
 
 def test_a_kind_of_accumulator_that_is_none_is_refused() -> None:

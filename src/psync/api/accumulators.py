@@ -11,26 +11,24 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
 from psync.accumulators import ConditionalAccumulator as DenseRule
 from psync.accumulators import (
     Slices,
-    SparseGradient,
-    definition_of,
     other_parameters,
     rule_of,
 )
 from psync.accumulators import SparseConditionalAccumulator as SparseRule
-from psync.api.scopes import Scope, runtime_of, scope_for
+from psync.api.scopes import H, Scope, handle_of, runtime_of, scope_for
 from psync.client.context import Runtime
 from psync.client.ps import Place
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
+from psync.numerics.rows import IndexedSlices
 from psync.specs import Outcome, dtype_of
 from psync.wire.messages import AccumulatorState
 from psync.wire.tensors import to_bytes_view
@@ -83,7 +81,7 @@ class AccumulatorHandle:
         )
         names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
         free = (each for each in names if each not in scope._accumulators)
-        definition = definition_of(rule_named(name=shared_name or next(free)))
+        definition = rule_named(name=shared_name or next(free)).definition
         known: Self | None = scope._accumulators.get(definition.name)
         if known is not None:
             if known.place.definition != definition:
@@ -212,24 +210,11 @@ class AccumulatorHandle:
         return f'{method} of accumulator "{self.name}"'
 
 
-H = TypeVar("H", bound=AccumulatorHandle)
-
-_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str], Any]] = PerProcess(
-    weakref.WeakValueDictionary
-)
-
-
 def intern(cls: type[H], origin: str, place: Place) -> H:
     """Return this process's handle of an accumulator: one object, however often it arrives."""
-    key = (origin, place.definition.name)
-    handle: H | None = _interned().get(key)
-    if handle is None:
-        handle = object.__new__(cls)
-        handle.origin, handle.place = origin, place
-        handle._rule = cast(DenseRule | SparseRule, rule_of(place.definition))
-        handle._scope = None
-        _interned()[key] = handle
-    return handle
+    definition = place.definition
+    key, rule = (origin, definition.name), rule_of(definition)
+    return handle_of(cls, key, origin=origin, place=place, _rule=rule)
 
 
 Shape = Sequence[int | None]
@@ -423,7 +408,7 @@ class SparseConditionalAccumulator(AccumulatorHandle):
             grad.indices, grad.values, grad.dense_shape, local_step, weight
         )
 
-    async def take_indexed_slices_grad(self, num_required: int) -> SparseGradient:
+    async def take_indexed_slices_grad(self, num_required: int) -> IndexedSlices:
         """Wait until there are enough gradients, and take the mean or sum of all of them.
 
         Returns:
@@ -433,9 +418,9 @@ class SparseConditionalAccumulator(AccumulatorHandle):
         See ``ConditionalAccumulator.take_grad`` for arguments, errors and cancellation.
         """
         message, (indices, values) = await self._take(num_required)
-        return SparseGradient(indices, values, tuple(message.dense_shape or ()))
+        return IndexedSlices(values, indices, message.dense_shape)
 
     async def take_grad(self, num_required: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Call ``take_indexed_slices_grad``, and return (indices, values, dense_shape)."""
         taken = await self.take_indexed_slices_grad(num_required)
-        return taken.indices, taken.values, taken.dense_shape
+        return taken.indices, taken.values, taken.dense_shape or ()

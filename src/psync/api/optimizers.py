@@ -12,9 +12,9 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -26,9 +26,9 @@ from psync.client.context import Runtime, current_runtime, forbid_in_step
 from psync.client.link import PsLink
 from psync.client.plan import Plan
 from psync.client.ps import check_plugins
-from psync.errors import ConfigurationError, UsageError, ValueMismatchError
+from psync.errors import UsageError, ValueMismatchError, check_fits
 from psync.net.platform import PerProcess, random_hex
-from psync.numerics.casting import fits, fitting
+from psync.numerics.casting import fitting
 from psync.numerics.compression import Compression, checked_compression
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.rules import (
@@ -286,8 +286,6 @@ GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 _PAIRS, _ARRAYS = {tuple, list}, {np.ndarray}
 Gradient = np.ndarray | IndexedSlices
 
-T = TypeVar("T")
-
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
     checked: Gradient
@@ -480,11 +478,9 @@ class Optimizer:
             instead="make it once in main(), on the coordinator; the step may capture it. "
             "Its slots live as long as it does",
         )
-        if not isinstance(staleness_bound, StalenessBound | None):
-            raise ConfigurationError(
-                f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
-                hint="staleness_bound=psync.StalenessBound(2)",
-            )
+        fits = isinstance(staleness_bound, StalenessBound | None)
+        expected = "expected a StalenessBound or None as staleness_bound"
+        check_fits(fits, expected, staleness_bound, "staleness_bound=psync.StalenessBound(2)")
         kind: Any = UpdateRule  # abstract, which a type[…] must not be
         checked_kind("optimizer: expected an UpdateRule", rule, kind, hint="psync.optimizers.SGD()")
         options = RuleOptions(
@@ -727,25 +723,30 @@ class Optimizer:
         if global_step is not None and not self._rule.may_raise:
             (shard,) = global_step.spec.shards
             raised = shard if shard.ps in plan.first else None
-        said: dict[str, Any] = {
-            "optimizer": self.number, "config": self._config, "elsewhere": known.elsewhere,
-            "call": call, "layerwise": self._rule.takes_norms, "landing": landing, "raised": raised,
-        }  # fmt: skip
-        if self._compression is None and (global_step is None or raised is not None):
-            answers = await ps.push(plan, gradients, **said)
+        push = functools.partial(
+            ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
+            call=call, layerwise=self._rule.takes_norms, landing=landing, raised=raised,
+        )  # fmt: skip
+        kind, apart = self._compression, raised is None and global_step is not None
+        if kind is None and not apart:
+            answers = await push(plan, gradients)
         else:
-            push = functools.partial(ps.push, plan, gradients, **said)
-            if self._compression is not None:
-                push = functools.partial(
-                    runtime.feedback.push, plan, gradients, functools.partial(ps.push, **said),
-                    kind=self._compression, optimizer=self.number,
-                )  # fmt: skip
-                plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
-            if global_step is not None and raised is None:
-                one = [np.ones((), global_step.dtype)]
-                add = functools.partial(ps.assign, ps.plan_of((global_step,)), one, op="add")
-                push = functools.partial(_then, push, add, runtime.begin_update("push"))
-            answers = await ps.outgoing.shielded(push)
+            counting = runtime.begin_update("push") if apart else None
+
+            async def in_parts() -> list[Pushed]:
+                if kind is None:
+                    found = await push(plan, gradients)
+                else:
+                    found = await runtime.feedback.push(
+                        plan, gradients, push, kind=kind, optimizer=self.number
+                    )
+                if global_step is not None and counting is not None:
+                    one = [np.ones((), global_step.dtype)]
+                    await ps.assign(ps.plan_of((global_step,)), one, op="add", call=counting)
+                return found
+
+            answers = await ps.outgoing.shielded(in_parts)
+            plan = ps.plan(plan.variables, kind)  # whose messages are answered
         if known.timeline != ps.outgoing.timeline:  # it is undone
             known, number, before = runtime.pushes(self.number), 0, {}
         known.learn(plan, before, answers)
@@ -843,8 +844,28 @@ class Optimizer:
 
         Cancellation: Safe.
         """
-        _, grads = await self._value_and_gradients(value_and_grad, var_list)
-        return grads
+        if var_list is None:
+            variables: Any = trainable_here("compute_gradients without var_list", self._arrived)
+        else:
+            variables = listed(var_list)
+        flat, values = is_flat(variables), await pull_values(variables)
+        answer = value_and_grad(*values) if flat else value_and_grad(values)
+        try:
+            _, grads, *predictions = answer
+            grads = list(grads) if flat else grads
+            if len(predictions) > 1:
+                raise ValueError("too many values")
+        except (TypeError, ValueError):
+            raise ValueMismatchError(
+                "value_and_grad: expected it to return (loss, gradients), got "
+                f"{type(answer).__name__}",
+                hint="return loss, [gradient_of_w, gradient_of_b]",
+            ) from None
+        if flat and len(grads) != len(variables):
+            raise ValueMismatchError(
+                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
+            )
+        return [(gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")]
 
     async def minimize(
         self,
@@ -862,38 +883,15 @@ class Optimizer:
 
         Cancellation: See ``apply_gradients``.
         """
-        loss, grads = await self._value_and_gradients(value_and_grad, var_list)
-        await self.apply_gradients(grads, global_step)
-        return loss
+        answers = []
 
-    async def _value_and_gradients(
-        self, value_and_grad: ValueAndGrad, var_list: Any
-    ) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
-        """Return the loss at the variables' values, and pairs of gradient and variable."""
-        if var_list is None:
-            variables: Any = trainable_here("compute_gradients without var_list", self._arrived)
-        else:
-            variables = listed(var_list)
-        flat, values = is_flat(variables), await pull_values(variables)
-        answer = value_and_grad(*values) if flat else value_and_grad(values)
-        try:
-            loss, grads, *predictions = answer
-            grads = list(grads) if flat else grads
-            if len(predictions) > 1:
-                raise ValueError("too many values")
-        except (TypeError, ValueError):
-            raise ValueMismatchError(
-                "value_and_grad: expected it to return (loss, gradients), got "
-                f"{type(answer).__name__}",
-                hint="return loss, [gradient_of_w, gradient_of_b]",
-            ) from None
-        if flat and len(grads) != len(variables):
-            raise ValueMismatchError(
-                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
-            )
-        return loss, [
-            (gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")
-        ]
+        def noting(*values: Any) -> Any:
+            answers.append(value_and_grad(*values))
+            return answers[-1]
+
+        gradients = await self.compute_gradients(noting, var_list)
+        await self.apply_gradients(gradients, global_step)
+        return answers[-1][0]
 
     def _checked(
         self, grads_and_vars: GradsAndVars
@@ -914,20 +912,14 @@ class Optimizer:
         without: list[str] = []  # names of variables whose gradient is None
         seen: set[tuple[str, int, int]] = set()  # shards
         finite = self._name if self._forbid_nonfinite else None
-        if isinstance(grads_and_vars, dict):
+        if isinstance(grads_and_vars, dict) or not np.iterable(grads_and_vars):
             raise _no_pairs(grads_and_vars)
-        try:
-            given = iter(grads_and_vars)
-        except TypeError:
-            raise _no_pairs(grads_and_vars) from None
-        for pair in given:
+        for pair in grads_and_vars:
             try:
                 gradient, variable = pair
             except (TypeError, ValueError):
                 raise _no_pairs(pair) from None
-            if not isinstance(
-                variable, (Variable, ShardedVariable)
-            ):  # a union is made at each call
+            if not isinstance(variable, AnyVariable):
                 raise ValueMismatchError(
                     "apply_gradients: expected (gradient, variable) pairs, got "
                     f"{type(variable).__name__} for the variable"
@@ -941,15 +933,11 @@ class Optimizer:
                     f'apply_gradients: variable "{spec.name}" is synchronized on read: each worker '
                     "has a different value, and optimizers do not train it"
                 )
-            for shard in spec.shards:
-                key = variable.origin, spec.variable_id, shard.index
-                if key in seen:
-                    raise ValueMismatchError(
-                        f'apply_gradients: variable "{spec.name}" appears twice'
-                    )
-                seen.add(key)
-            if finite is not None or type(gradient) is not np.ndarray or not fits(gradient, spec):
-                gradient = _checked(gradient, spec, finite)
+            shards = {(variable.origin, spec.variable_id, shard.index) for shard in spec.shards}
+            if not seen.isdisjoint(shards):
+                raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" appears twice')
+            seen |= shards
+            gradient = _checked(gradient, spec, finite)
             if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
                 self._rule.check_rows(f'gradient for "{spec.name}"')
             gradients.append(gradient)
@@ -1006,15 +994,6 @@ class Optimizer:
                 hint="create it in main(), on the coordinator, and let the step capture it",
             )
         return runtime
-
-
-async def _then(
-    push: Callable[[], Awaitable[T]], other: Callable[..., Awaitable[object]], call: tuple[int, int]
-) -> T:
-    """Push; then make another update, whose identity is drawn."""
-    answers = await push()
-    await other(call=call)
-    return answers
 
 
 class OptimizerRegistry:

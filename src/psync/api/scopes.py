@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from psync.wire.frames import SMALL_BODY_BYTES
 
 if TYPE_CHECKING:
     from psync.api.variables import Handle
+
+H = TypeVar("H")
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
@@ -137,9 +139,12 @@ class Scope:
     def _whole(
         self, name: str, shape: tuple[int, ...], dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
-        """Return a new variable, which has no shards yet."""
-        unique, number = self._unique(name), len(self._variables)
-        return VariableSpec(unique, number, shape, dtype, trainable, (), where)
+        """Return a new variable, under a name that is not taken; it has no shards yet."""
+        unique, count = name, self._names.get(name, 0)
+        while unique in self._names:
+            unique = f"{name}_{count}"
+            count += 1
+        return VariableSpec(unique, len(self._variables), shape, dtype, trainable, (), where)
 
     def _beside(self, original: VariableSpec, whole: VariableSpec) -> VariableSpec:
         """Place a variable beside another one, whose shape it has: each shard on the same ps.
@@ -165,14 +170,6 @@ class Scope:
                 f'variable "{name}": the coordinator of this strategy was closed',
                 hint="create a new strategy, and declare the variable there",
             )
-
-    def _unique(self, name: str) -> str:
-        """Return a name that is not taken."""
-        unique, count = name, self._names.get(name, 0)
-        while unique in self._names:
-            unique = f"{name}_{count}"
-            count += 1
-        return unique
 
     def _declared(self, name: str, declaration: Declaration) -> VariableSpec:
         """Note what was declared, under the name that was asked for or one made of it."""
@@ -224,6 +221,20 @@ def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = 
     if scope is None:
         raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
     return scope
+
+
+_handles: PerProcess[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+
+
+def handle_of(cls: type[H], key: tuple[Any, ...], **attributes: Any) -> H:
+    """Return this process's handle of what was declared: one object, however often it arrives."""
+    handle: H | None = _handles().get(key)
+    if handle is None:
+        handle = _handles()[key] = object.__new__(cls)
+        vars(handle).update(attributes, _scope=None)
+    return handle
 
 
 def place_of(frame: FrameType) -> str:
@@ -330,15 +341,10 @@ async def runtime_of(operation: str, *variables: Any) -> Runtime:
     return runtime
 
 
-class _Kept:
-    """The values of one open scope."""
-
-    def __init__(self, closure: ClosureContext | None) -> None:
-        self.closure = closure  # the step that opened it; None: the program
-        self.values: dict[Handle, np.ndarray] = {}
-
-
-_open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
+_open: ContextVar[tuple[ClosureContext | None, dict[Handle, np.ndarray]] | None] = ContextVar(
+    "psync_kept_reads", default=None
+)
+"""The step that opened a scope, None: the program; and the values that are kept in it."""
 
 
 @contextmanager
@@ -370,14 +376,14 @@ def cache_variable_reads() -> Generator[None, None, None]:
             "cache_variable_reads: scopes cannot be nested",
             hint="a scope is already open here and caches these reads",
         )
-    with setting(_open, _Kept(current_closure())):
+    with setting(_open, (current_closure(), {})):
         yield
 
 
-def kept_here() -> _Kept | None:
-    """Return the open ``cache_variable_reads``; not of whoever started a step in this process."""
+def kept_here() -> dict[Handle, np.ndarray] | None:
+    """Return the values of the open ``cache_variable_reads``; not of who started a step here."""
     kept = _open.get()
-    return kept if kept is not None and kept.closure is current_closure() else None
+    return kept[1] if kept is not None and kept[0] is current_closure() else None
 
 
 async def values_of(
@@ -407,10 +413,13 @@ async def values_of(
     """
     kept = None if consistent else kept_here()
     if kept is not None:
-        values = await _through(kept, runtime, variables)
+        if missing := tuple([variable for variable in variables if variable not in kept]):
+            arrays = await runtime.ps.pull(runtime.ps.plan_of(missing), seen=runtime.pulled)
+            for variable, array in zip(missing, arrays, strict=True):
+                kept.setdefault(variable, array)  # the first of two at once is it
         return [
-            value.copy() if copy and target is None else _placed(value, target)
-            for value, target in zip(values, out or [None] * len(values), strict=True)
+            kept[variable].copy() if copy and target is None else _placed(kept[variable], target)
+            for variable, target in zip(variables, out or [None] * len(variables), strict=True)
         ]
     plan = runtime.ps.plan_of(variables)
     if consistent:
@@ -419,24 +428,11 @@ async def values_of(
         return await pull_compressed(
             runtime.ps, plan, compression, writable=copy, out=out, seen=runtime.pulled
         )
-    if (arrays := runtime.take_ahead(plan)) is not None:
-        for array in arrays:
+    if (ahead := runtime.take_ahead(plan)) is not None:
+        for array in ahead:
             array.setflags(write=copy)
-        return arrays if out is None else list(map(_placed, arrays, out))
+        return ahead if out is None else list(map(_placed, ahead, out))
     return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
-
-
-async def _through(
-    kept: _Kept, runtime: Runtime, variables: tuple[Handle, ...]
-) -> list[np.ndarray]:
-    """Return what is kept, and pull and keep the rest."""
-    missing = tuple([variable for variable in variables if variable not in kept.values])
-    if missing:
-        plan = runtime.ps.plan_of(missing)
-        arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
-        for variable, array in zip(missing, arrays, strict=True):
-            kept.values.setdefault(variable, array)  # the first of two at once is it
-    return [kept.values[variable] for variable in variables]
 
 
 def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:

@@ -544,15 +544,7 @@ class SyncReplicasOptimizer(Optimizer):
         expected = f"{self._name}: expected gate_gradients GATE_NONE, GATE_OP or GATE_GRAPH"
         check_fits(fits, expected, gate_gradients)
         checked_step("minimize", global_step)
-        answers = []
-
-        def noting(*values: Any) -> Any:
-            answers.append(loss(*values))
-            return answers[-1]
-
-        pairs = await self.compute_gradients(noting, var_list)
-        await self.apply_gradients(pairs, global_step)
-        return answers[-1][0]
+        return await super().minimize(loss, var_list, global_step)
 
     # What programs for TensorFlow call.
 

@@ -27,6 +27,7 @@ from psync.api.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
+    handle_of,
     place_of,
     runtime_of,
     scope_for,
@@ -47,7 +48,6 @@ from psync.errors import (
     ValueMismatchError,
     check_fits,
 )
-from psync.net.platform import PerProcess
 from psync.numerics.casting import checked_target, fitting
 from psync.numerics.indexing import Selection, index_array, row_numbers, select
 from psync.numerics.replicas import ReduceOp, reducing_arrays
@@ -938,11 +938,6 @@ def declared_in(
     return handle
 
 
-_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str, int], Any]] = PerProcess(
-    weakref.WeakValueDictionary
-)
-
-
 def _intern(
     origin: str,
     spec: VariableSpec,
@@ -950,18 +945,12 @@ def _intern(
     aggregation: VariableAggregation,
 ) -> Any:
     """Return this process's handle of a variable: one object, however often it arrives."""
-    key = (origin, spec.name, spec.variable_id)
-    handles = _interned()
-    handle = handles.get(key)
-    if handle is None:
-        cls: type[Handle] = Variable if len(spec.shards) == 1 else ShardedVariable
-        on_read = synchronization is VariableSynchronization.ON_READ
-        handle = object.__new__(OnReadVariable if on_read else cls)
-        handle.spec, handle.origin = spec, origin
-        handle.synchronization, handle.aggregation = synchronization, aggregation
-        handle._scope = None
-        handles[key] = handle
-    return handle
+    cls: type[Handle] = Variable if len(spec.shards) == 1 else ShardedVariable
+    on_read = synchronization is VariableSynchronization.ON_READ
+    return handle_of(
+        OnReadVariable if on_read else cls, (origin, spec.name, spec.variable_id),
+        origin=origin, spec=spec, synchronization=synchronization, aggregation=aggregation,
+    )  # fmt: skip
 
 
 GLOBAL_STEP = "global_step"

@@ -16,17 +16,6 @@ from psync.errors import ValueMismatchError
 from psync.specs import VariableSpec, check_not_masked, dtype_of, plain_array
 
 
-def fits(array: np.ndarray, spec: VariableSpec) -> bool:
-    """Return whether an array is, as it is, a value of a floating variable, C-contiguous."""
-    dtype = dtype_of(spec.dtype)
-    return (
-        (array.dtype is dtype or array.dtype == dtype)
-        and array.shape == spec.shape
-        and "float" in spec.dtype
-        and array.flags.c_contiguous
-    )
-
-
 def fitting(
     value: Any,
     spec: VariableSpec,

@@ -254,8 +254,7 @@ class AUC(MetricRule):
         """Return for each threshold the weight of the predictions above it."""
         count = len(self.thresholds)
         by_position = np.bincount(below, weights, minlength=count + 1)
-        total: np.ndarray = by_position[::-1].cumsum()[::-1][1:]
-        return total
+        return by_position[::-1].cumsum()[::-1][1:]
 
     def result(self, sums: np.ndarray) -> float:
         """Return the area; see ``MetricRule.result``."""

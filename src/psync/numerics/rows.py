@@ -489,8 +489,7 @@ class RowBlocks(BlockArray):
         if not self.row_size:
             return array
         row = np.dtype((np.void, self.row_size * self.dtype.itemsize))
-        whole: np.ndarray = array.view(row).reshape(len(array))
-        return whole
+        return array.view(row).reshape(len(array))
 
     def _come_home(self, i: int, pool: BlockPool) -> None:
         home = self._away.pop(i)
@@ -528,8 +527,7 @@ class RowBlocks(BlockArray):
 
     def _in_block(self, rows: np.ndarray, i: int) -> np.ndarray:
         first, end = self._rows_of(i)
-        inside: np.ndarray = (rows >= first) & (rows < end)
-        return inside
+        return (rows >= first) & (rows < end)
 
     def _common(self, i: int, row: int) -> tuple[slice, slice]:
         """Return what block and row have in common: as elements of the block, and of the row."""

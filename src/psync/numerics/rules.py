@@ -55,10 +55,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from psync import schedules
-from psync.errors import ConfigurationError, ValueMismatchError
+from psync.errors import ConfigurationError, ValueMismatchError, check_fits
 from psync.numerics.memory import Scratch
 from psync.numerics.rows import IndexedSlices
-from psync.numerics.sums import scaled, sum_dtype, sum_of_squares
+from psync.numerics.sums import SQUARES_PIECE, scaled, sum_dtype, sum_of_squares
 from psync.schedules import Config, Schedule, as_schedule
 from psync.specs import as_number, checked_integer
 
@@ -138,10 +138,8 @@ def number(rule: str, name: str, value: object, minimum: float, maximum: float =
         ConfigurationError: The value is not such a number; the message begins with ``rule``.
     """
     plain = as_number(f"{rule}: {name}", value)
-    if not minimum <= plain <= maximum:
-        raise ConfigurationError(
-            f"{rule}: expected {name} between {minimum} and {maximum}, got {plain}"
-        )
+    expected = f"{rule}: expected {name} between {minimum} and {maximum}"
+    check_fits(minimum <= plain <= maximum, expected, plain)
     return float(plain)
 
 
@@ -211,8 +209,7 @@ class Rate:
         self.default = as_schedule(default)
 
     def __get__(self, rule: UpdateRule | None, cls: type[UpdateRule]) -> Schedule:
-        rate: Schedule = self.default if rule is None else rule.__dict__["learning_rate"]
-        return rate
+        return self.default if rule is None else rule.__dict__["learning_rate"]
 
     def __set__(self, rule: UpdateRule, value: float | Schedule) -> None:
         rule.__dict__["learning_rate"] = as_schedule(value)
@@ -302,8 +299,7 @@ class UpdateRule(ABC):
 
     def initial_slot(self, name: str) -> float:
         """Return the initial value of all elements of slot ``name``."""
-        value: float = getattr(self, f"initial_{name}_value", 0.0)  # an argument of some rules
-        return value
+        return getattr(self, f"initial_{name}_value", 0.0)  # an argument of some rules
 
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``rule_from_config`` rebuilds the rule."""
@@ -361,34 +357,29 @@ class UpdateRule(ABC):
     def _apply(
         self, parts: Iterable[Part], decay: float, coefficients: Coefficients, scratch: Scratch
     ) -> None:
-        chunk, is_plain = scratch.chunk, not decay and self.options.clipvalue is None
+        is_plain = not decay and self.options.clipvalue is None
         for part in parts:
             param = part[0]
             size, dtype = param.size, param.dtype
-            if size <= chunk:  # most are small, and slicing costs as much as the maths
-                if is_plain and slot_dtype(dtype) is dtype:
-                    self._update(part, coefficients, scratch.arrays(dtype, self.temporaries, size))
-                else:
-                    self._chunk(part, decay, coefficients, scratch)
+            if size > scratch.chunk:
+                starts = range(0, size, scratch.chunk)
+                pieces = (_cut(part, slice(start, start + scratch.chunk)) for start in starts)
+                self._apply(pieces, decay, coefficients, scratch)
+            elif is_plain and slot_dtype(dtype) is dtype:
+                self._update(part, coefficients, scratch.arrays(dtype, self.temporaries, size))
             else:
-                for start in range(0, size, chunk):
-                    piece = _cut(part, slice(start, start + chunk))
-                    self._chunk(piece, decay, coefficients, scratch)
-                    del piece
+                self._apply_prepared(part, decay, coefficients, scratch)
             del part, param  # who makes the next one looks who else sees this memory
 
-    def _chunk(
+    def _apply_prepared(
         self, part: Part, decay: float, coefficients: Coefficients, scratch: Scratch
     ) -> None:
+        """Apply what needs more than ``_update``: decay, clipping or another dtype."""
         param, grad, slots, out_param, out_slots = part
-        work, options = slot_dtype(param.dtype), decay or self.options.clipvalue is not None
-        if not options and (work is param.dtype or work == param.dtype):
-            temps = scratch.arrays(work, self.temporaries, param.size)
-            self._update(part, coefficients, temps)
-            return
+        work = slot_dtype(param.dtype)
         temps = scratch.arrays(work, self.temporaries + 2, param.size)
         target = out_param
-        if work is not param.dtype and work != param.dtype:
+        if work != param.dtype:
             target = temps[-1]
             np.copyto(target, param)
             param = target
@@ -854,11 +845,6 @@ class Ftrl(UpdateRule):
             power(accumulator, -self.learning_rate_power, out)
 
 
-PIECE = 1 << 13
-"""Elements whose squares numpy adds up. Pieces are cut from the beginning of an array, and their
-sums are added without rounding (``math.fsum``), so neither chunks nor the blocks of a shard, which
-are multiples of it, show in a norm."""
-
 Sums = tuple[float, float]
 """Sums of squares of a decayed parameter and of its update, in float64."""
 
@@ -872,38 +858,37 @@ class Measurement:
         decay: Weight decay before the update.
         t: Number of the update, from 1.
         scratch: Work space.
+        sums: Of the parts that were measured.
     """
 
     rule: Lamb
     decay: float
     t: int
     scratch: Scratch
-    _sums: list[Sums] = field(default_factory=list)
+    sums: Sums = (0.0, 0.0)
 
     def add(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> None:
-        """Measure a part; the length of all parts except the last is a multiple of ``PIECE``."""
-        with np.errstate(all="ignore"):
-            for start in range(0, param.size, PIECE):
-                piece = slice(start, start + PIECE)
-                self._sums.append(
-                    self._measure(param[piece], grad[piece], [slot[piece] for slot in slots])
+        """Measure a part; the length of all except the last is a multiple of ``SQUARES_PIECE``.
+
+        So neither parts nor the blocks of a shard, which are such multiples, show in a norm.
+        """
+        rule, work = self.rule, slot_dtype(param.dtype)
+        for start in range(0, param.size, SQUARES_PIECE):
+            piece = slice(start, start + SQUARES_PIECE)
+            value, old = param[piece], [slot[piece] for slot in slots]
+            arrays = self.scratch.arrays(work, 5 + len(slots), value.size)
+            decayed, prepared, update, temp, wide, *moved = arrays
+            if work != np.float64:
+                (wide,) = self.scratch.arrays(np.dtype(np.float64), 1, value.size)
+            with np.errstate(all="ignore"):
+                np.multiply(value, -self.decay, out=decayed, dtype=work)
+                np.add(value, decayed, out=decayed, dtype=work)
+                gradient = rule.prepared(grad[piece], work, prepared)
+                rule.direction(gradient, old, moved, self.t, update, temp)
+                self.sums = (
+                    sum_of_squares(decayed, self.sums[0], wide),
+                    sum_of_squares(update, self.sums[1], wide),
                 )
-
-    def sums(self) -> Sums:
-        """Return the sums over all parts."""
-        return _added(p for p, _ in self._sums), _added(u for _, u in self._sums)
-
-    def _measure(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> Sums:
-        work = slot_dtype(param.dtype)
-        arrays = self.scratch.arrays(work, 5 + len(slots), param.size)
-        single, prepared, update, temp, wide, *moved = arrays
-        if work != np.float64:
-            (wide,) = self.scratch.arrays(np.dtype(np.float64), 1, param.size)
-        np.multiply(param, -self.decay, out=single, dtype=work)
-        np.add(param, single, out=single, dtype=work)
-        rule = self.rule
-        rule.direction(rule.prepared(grad, work, prepared), slots, moved, self.t, update, temp)
-        return _squares(single, wide), _squares(update, wide)
 
 
 class Lamb(MomentRule):
@@ -942,8 +927,7 @@ class Lamb(MomentRule):
 
         Source: You et al., 2019, with the identity as phi; ``keras.optimizers.Lamb``.
         """
-        pieces = list(sums)
-        of_param, of_update = (_added(piece[i] for piece in pieces) for i in (0, 1))
+        of_param, of_update = map(sum, zip(*sums, strict=True))
         if not (of_param > 0 and of_update > 0):
             return 1.0
         return math.sqrt(of_param) / math.sqrt(of_update)
@@ -957,7 +941,7 @@ class Lamb(MomentRule):
             if of_part is None:
                 measurement = self.measurement(step, scratch)
                 measurement.add(*part[:3])
-                of_part = self.trust_ratio([measurement.sums()])
+                of_part = self.trust_ratio([measurement.sums])
             super().apply((part,), step, scratch, of_part)
 
     def _coefficients(self, rate: float, t: int) -> Coefficients:
@@ -989,20 +973,6 @@ class Lamb(MomentRule):
         self.direction(grad, slots, out_slots, int(t), update, temp)
         np.multiply(update, rate, out=update)
         np.subtract(param, update, out=out_param)
-
-
-def _squares(array: np.ndarray, wide: np.ndarray) -> float:
-    np.copyto(wide, array)
-    np.multiply(wide, wide, out=wide)
-    return float(np.add.reduce(wide))
-
-
-def _added(sums: Iterable[float]) -> float:
-    """Return the sum of squares as if it were rounded once."""
-    try:
-        return math.fsum(sums)
-    except OverflowError:  # finite ones beyond the range
-        return math.inf
 
 
 # --- clipping by norm ----------------------------------------------------------------------------
@@ -1084,9 +1054,6 @@ RULES: dict[str, type[UpdateRule]] = {
     cls.name: cls
     for cls in (SGD, Adam, Adamax, Nadam, Lion, Adagrad, Adadelta, RMSprop, Ftrl, Lamb)
 }
-OWN = frozenset(RULES)
-"""Names of psync's own."""
-
 _OPTIONS = tuple(field.name for field in fields(RuleOptions))
 
 
@@ -1127,28 +1094,10 @@ Registered = tuple[str, str, int]
 """("rule" or "schedule", name, version) of what a plugin has registered."""
 
 
-def register_rule(cls: type[UpdateRule]) -> None:
-    """Make a rule of the user's known to this process; the same one again replaces itself.
-
-    Raises:
-        ConfigurationError: There is another one of its name.
-    """
-    known = RULES.get(cls.name)
-    same = (cls.__module__, cls.__qualname__)
-    if known is not None and (known.__module__, known.__qualname__) != same:
-        raise ConfigurationError(
-            f"update rule {cls.name!r} of {cls.__module__}: the name is already used by "
-            f"{known.__module__}",
-            hint="use a unique name, such as mypackage.sign",
-        )
-    RULES[cls.name] = cls
-
-
 def registered() -> list[Registered]:
     """Return what plugins have registered in this process, in order."""
-    rules = sorted((name, cls.version) for name, cls in RULES.items() if name not in OWN)
     return [
-        *(("rule", *each) for each in rules),
+        *(("rule", *each) for each in schedules.of_plugins(RULES, __name__)),
         *(("schedule", *each) for each in schedules.registered()),
     ]
 
@@ -1170,6 +1119,6 @@ def unknown_in(config: object) -> str:
 
 def registered_in(rule: UpdateRule) -> list[Registered]:
     """Return what an optimizer needs that plugins register: its rule, its schedules."""
-    own = [] if rule.name in OWN else [("rule", rule.name, rule.version)]
+    own = [("rule", rule.name, rule.version)] if type(rule).__module__ != __name__ else []
     rates = schedules.registered_in(rule.learning_rate)
     return [*own, *(("schedule", cls.__name__, cls.version) for cls in rates)]

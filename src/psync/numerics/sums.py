@@ -125,8 +125,6 @@ def check_weight(weight: object) -> float:
     Raises:
         ValueMismatchError: If it is not a number within ``WEIGHTS``.
     """
-    if weight == 1.0 and type(weight) is float:  # by far the most
-        return weight
     low, high = WEIGHTS
     number = float(weight) if isinstance(weight, numbers.Real) else math.nan
     if not low <= number <= high:
@@ -145,9 +143,9 @@ class DenseSum:
     def __init__(self, shape: Sequence[int], dtype: np.dtype) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
-        self.count = 0  # arrays added
-        self.weight = 0.0  # sum of their weights
-        self._total = np.empty(self.shape, sum_dtype(dtype))  # not initialized while count is 0
+        self.weight = 0.0  # sum of the weights of all that was added
+        self.rows = 0  # of a sparse sum
+        self._total = np.empty(self.shape, sum_dtype(dtype))  # not initialized while weight is 0
 
     @property
     def nbytes(self) -> int:
@@ -158,9 +156,9 @@ class DenseSum:
         """Return what it holds: read it before the next term, or write it after ``restore``."""
         return [self._total]
 
-    def restore(self, count: int, weight: float) -> None:
+    def restore(self, weight: float, rows: int = 0) -> None:
         """Be the same as another sum, once what that holds is written to ``arrays``."""
-        self.count, self.weight = count, weight
+        self.weight = weight
 
     def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
         """Add ``weight * values``. They are not kept.
@@ -171,17 +169,16 @@ class DenseSum:
         weight = check_weight(weight)
         if values.shape != self.shape:
             raise ValueMismatchError(f"shape mismatch: expected {self.shape}, got {values.shape}")
-        operation = accumulate if self.count else begin
+        operation = accumulate if self.weight else begin
         totals, terms = self._total.reshape(-1), values.reshape(-1)
         for part in cuts(totals.size, totals.itemsize):
             operation(totals[part], terms[part], weight)
             yield
-        self.count += 1
         self.weight += weight
 
     def making(self, reduction: Reduction) -> Pieces[np.ndarray]:
         """Return the sum, or for "mean" that divided by the sum of the weights: a new array."""
-        if not self.count:
+        if not self.weight:
             raise UsageError("a sum to which nothing was added has no result")
         result = np.empty(self.shape, self.dtype)
         totals, results = self._total.reshape(-1), result.reshape(-1)
@@ -195,18 +192,18 @@ class SparseSum:
     """A running weighted sum of some rows of an array; the others do not exist.
 
     Args:
-        row_shape: Shape of one row.
+        shape: Of one row.
         dtype: Of the results, a floating one; the sum is kept in ``sum_dtype(dtype)``.
     """
 
-    def __init__(self, row_shape: Sequence[int], dtype: np.dtype) -> None:
-        self.row_shape = tuple(row_shape)
+    def __init__(self, shape: Sequence[int], dtype: np.dtype) -> None:
+        self.shape = tuple(shape)
         self.dtype = dtype
         self.weight = 0.0  # sum of the weights of all that was added
         self.indices = np.empty(0, np.int64)  # of the rows: ascending, each once
-        self._rows = np.empty((0, *self.row_shape), sum_dtype(dtype))
+        self._rows = np.empty((0, *self.shape), sum_dtype(dtype))
         self._weights = np.empty(0)  # for each row, of the gradients that contained it
-        self._row_cost = self._rows.itemsize * math.prod(self.row_shape) + INDEX_COST
+        self._row_cost = self._rows.itemsize * math.prod(self.shape) + INDEX_COST
 
     @property
     def nbytes(self) -> int:
@@ -217,10 +214,15 @@ class SparseSum:
         """Return what it holds: read it before the next term, or write it after ``restore``."""
         return [self.indices, self._weights, self._rows]
 
-    def restore(self, rows: int, weight: float) -> None:
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.indices.size
+
+    def restore(self, weight: float, rows: int) -> None:
         """Be the same as another sum of so many rows, once what it holds is in ``arrays``."""
         self.indices, self._weights = np.empty(rows, np.int64), np.empty(rows)
-        self._rows = np.empty((rows, *self.row_shape), self._rows.dtype)
+        self._rows = np.empty((rows, *self.shape), self._rows.dtype)
         self.weight = weight
 
     def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
@@ -234,7 +236,7 @@ class SparseSum:
         weight = check_weight(weight)
         if indices.ndim != 1:
             raise ValueMismatchError(f"expected a vector of indices, got shape {indices.shape}")
-        expected = (indices.size, *self.row_shape)
+        expected = (indices.size, *self.shape)
         if values.shape != expected:
             raise ValueMismatchError(f"shape mismatch: expected {expected}, got {values.shape}")
         order = np.argsort(indices, kind="stable")  # quick for those that are in order
@@ -265,7 +267,7 @@ class SparseSum:
     ) -> Pieces[np.ndarray]:
         """Return rows in ascending order; those that come more than once are summed."""
         # Adding to -0.0 changes nothing, not even the sign of a zero.
-        merged = np.empty((count, *self.row_shape), self._rows.dtype)
+        merged = np.empty((count, *self.shape), self._rows.dtype)
         position = np.cumsum(firsts(ordered)) - 1
         for part in cuts(count, self._row_cost):
             merged[part] = -0.0
@@ -282,7 +284,7 @@ class SparseSum:
 
     def _spread(self, union: np.ndarray) -> Pieces[tuple[np.ndarray, np.ndarray]]:
         """Return rows and weights for more indices than there are; the new ones are zeros."""
-        rows = np.empty((union.size, *self.row_shape), self._rows.dtype)
+        rows = np.empty((union.size, *self.shape), self._rows.dtype)
         weights = np.empty(union.size)
         before = 0  # rows that are in their new place
         for part in cuts(union.size, self._row_cost):
@@ -303,7 +305,7 @@ class SparseSum:
             per_index: Divide a row by the weights of the gradients that contained it, not of all.
         """
         result = np.empty(self._rows.shape, self.dtype)
-        divisors = self._weights.reshape(-1, *(1 for _ in self.row_shape))
+        divisors = self._weights.reshape(-1, *(1 for _ in self.shape))
         for part in cuts(self.indices.size, self._row_cost):
             rows, out = self._rows[part], result[part]
             if reduction == "mean" and per_index:
@@ -319,7 +321,7 @@ SQUARES_PIECE = 1 << 16
 """Elements that are converted to float64 at a time, in which squares do not overflow."""
 
 
-def sum_of_squares(array: np.ndarray, before: float = 0.0) -> float:
+def sum_of_squares(array: np.ndarray, before: float = 0.0, wide: np.ndarray | None = None) -> float:
     """Return the sum of squares of an array, in float64.
 
     It has the same bits on every CPU and with every number of threads. Those of ``np.dot`` differ,
@@ -329,14 +331,18 @@ def sum_of_squares(array: np.ndarray, before: float = 0.0) -> float:
         array: Any shape.
         before: The sum of what comes before it. An array that is cut into multiples of
             ``SQUARES_PIECE`` has the same sum, bit for bit, as at once.
+        wide: Work space, float64, as long as the array or ``SQUARES_PIECE``; None: it is made.
     """
     flat = array.reshape(-1)  # a copy only of what lies scattered
+    wide = np.empty(min(flat.size, SQUARES_PIECE)) if wide is None else wide
     total = before
     for start in range(0, flat.size, SQUARES_PIECE):
-        piece = flat[start : start + SQUARES_PIECE].astype(np.float64)
+        piece = flat[start : start + SQUARES_PIECE]
+        squares = wide[: piece.size]
+        np.copyto(squares, piece)
         with np.errstate(over="ignore"):  # infinity is a result
-            np.multiply(piece, piece, out=piece)
-            total += float(np.add.reduce(piece))
+            np.multiply(squares, squares, out=squares)
+            total += float(np.add.reduce(squares))
     return total
 
 

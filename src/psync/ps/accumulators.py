@@ -51,7 +51,6 @@ import numpy as np
 from psync.accumulators import (
     Accumulator,
     SparseConditionalAccumulator,
-    SparseGradient,
     Take,
     count_nonfinite,
     other_parameters,
@@ -70,6 +69,7 @@ from psync.errors import (
 )
 from psync.net.connection import Answer, Handler, OwnRequest, Request
 from psync.numerics.memory import bytes_of
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import Pieces, at_once, cuts, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
@@ -507,11 +507,11 @@ class Accumulators:
         """Return contents, takes and answers; see ``backups.primary.Section``."""
         hosted = []
         for name, each in self.hosted.items():
-            contents, held = None, each.rule.held()
-            if held is not None:
-                pieces = await _copies(held.arrays)
+            contents: tuple[Any, ...] | None = None
+            if (held := each.rule.held()) is not None:
+                pieces = await _copies(held[1])
                 arrays += pieces
-                contents = held.count, held.weight, held.shape, held.rows, len(pieces)
+                contents = *held[0], len(pieces)
             waiting = [
                 (*take.owner.client, take.owner.sequence, take.num_required)
                 for take in each.rule.waiting
@@ -567,9 +567,9 @@ def gradient_of(
 
 def answer_of(take: Take[Any]) -> Answer:
     """Return what is answered to a take whose value is made."""
-    result: np.ndarray | SparseGradient = take.result()
-    if isinstance(result, SparseGradient):
-        arrays, dense_shape = [result.indices, result.values], list(result.dense_shape)
+    result: np.ndarray | IndexedSlices = take.result()
+    if isinstance(result, IndexedSlices):
+        arrays, dense_shape = [result.indices, result.values], list(result.dense_shape or ())
     else:
         arrays, dense_shape = [result], None
     shape = list(arrays[-1].shape)

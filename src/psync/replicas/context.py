@@ -798,7 +798,7 @@ class Extended:
     ) -> Any:
         replica = entered_replica()
         if replica is not None:
-            return await replica.merge_call(_merged_update, (operation, fn, args, kwargs, group))
+            return await replica.merge_call(_merged_update, ((operation, fn, group), args, kwargs))
         args, kwargs = map_structures(lambda leaf: _single(leaf, operation), ((args, kwargs),))
         with update_context(self._strategy):
             result = fn(*args, **kwargs)
@@ -835,15 +835,10 @@ class Extended:
 
 
 async def _merged_update(
-    strategy: Any,
-    operation: Any,
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    group: Any,
+    strategy: Any, what: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What ``update`` is in replica context; the first replica's function is called."""
-    operation, fn, group = (select(0, each) for each in (operation, fn, group))
+    operation, fn, group = select(0, what)
     return await strategy.extended._update(operation, fn, args, kwargs, group=group)
 
 

@@ -343,7 +343,7 @@ class ShardStore(RowTable):
         return BlockWork(
             shard,
             lambda i: update.measure(i, measurement),
-            lambda: into.append(measurement.sums()),
+            lambda: into.append(measurement.sums),
             shard.values.num_blocks,
             changes=False,
         )

@@ -381,7 +381,7 @@ class ShardUpdate:
 
     def _prepare(self, i: int) -> Prepared:
         if i == self._to_measure > 0:
-            self._ratio = Lamb.trust_ratio([self._measurement.sums()])
+            self._ratio = Lamb.trust_ratio([self._measurement.sums])
         i -= self._to_measure
         accumulator = self._accumulator
         if accumulator is None:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
 from psync.net.transport import Listener
 from psync.ps_task import PsTask
@@ -57,14 +56,13 @@ class SabotagedPs(PsTask):
         super().take(loaded, message)
         self._log.serves()
 
-    def _take_up(self, peer: Connection, message: AttachPs) -> None:
-        before, plans = self.floor, self.services.plans.of
-        super()._take_up(peer, message)
-        if self.floor != before:
-            ledger = self.services.ledger
-            if isinstance(ledger, WeakLedger) and "fencing" in ledger.without:
-                self.services.plans.of.update(plans)  # whoever was replaced is served on
-            self._log.serves()
+    def _begin(self, attach: AttachPs) -> None:
+        plans = self.services.plans.of
+        super()._begin(attach)
+        ledger = self.services.ledger
+        if isinstance(ledger, WeakLedger) and "fencing" in ledger.without:
+            self.services.plans.of.update(plans)  # whoever was replaced is served on
+        self._log.serves()
 
     def _nothing(self, floor: int) -> Loaded:
         contents = super()._nothing(floor)

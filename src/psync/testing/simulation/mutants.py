@@ -255,7 +255,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "takes_are_given_again": Mutant(
         "a gradient in an accumulator is taken once", ("any",),
-        ((Accumulator, "_clear", wrong.takes_leave_it),),
+        ((Accumulator, "complete", wrong.takes_leave_it),),
     ),
     "stale_gradient_is_held": Mutant(
         "a gradient of an old step is in no take", ("async",),

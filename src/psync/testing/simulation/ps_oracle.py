@@ -281,9 +281,8 @@ def _contents(task: PsTask) -> tuple[Contents, Sequence[Contents]]:
     for name, hosted in task.services.accumulators.hosted.items():
         held = hosted.rule.held()
         found[f"gradients of {name!r}"] = held and (
-            held.weight,
-            held.shape,
-            [array.tolist() for array in held.arrays],
+            held[0][1:3],
+            [array.tolist() for array in held[1]],
         )
     judged = _judged(task, state)
     for section in judged:

@@ -25,7 +25,7 @@ from psync.checkpoints.ownership import let_go_of_all
 from psync.net.shared import regions
 from psync.ps import cooperative_work
 from psync.ps.updates import PsUpdates
-from psync.serialization import failures
+from psync.serialization import payloads
 from psync.store import commit_log
 from psync.testing.clock import Deadlock, describe_tasks
 from psync.testing.seams import fresh_process
@@ -59,7 +59,7 @@ for _name in psync.__all__:  # names are loaded when they are first used, which 
 
 ALIKE = (
     (scopes, "place_of", lambda _: lambda frame: "program.py:1"),
-    (failures, "format_exception", _without_directories),
+    (payloads, "format_exception", _without_directories),
     (commit_log, "CHECK_EVERY", lambda _: 1),
     (cooperative_work, "usable_cores", lambda _: lambda: 1),
     (regions, "SHRINK_S", lambda _: 0.05),

@@ -230,17 +230,20 @@ def takes_what_came(original: Callable[..., Any]) -> Any:
 
 def is_of_now(original: Callable[..., Any]) -> Any:
     def offer(self: Accumulator[Any, Any], given: Any, local_step: int, *rest: Any) -> Any:
-        return original(self, given, max(local_step, self._step), *rest)
+        return original(self, given, max(local_step, self.step), *rest)
 
     return offer
 
 
 def takes_leave_it(original: Callable[..., Any]) -> Any:
-    def clear(self: Accumulator[Any, Any]) -> None:
-        if self._step % 2:
-            original(self)
+    def complete(self: Accumulator[Any, Any]) -> Any:
+        total = self._sum
+        take = original(self)
+        if take is not None and self.step % 2 == 0:
+            self._sum = total
+        return take
 
-    return clear
+    return complete
 
 
 @_unnoticed

@@ -317,7 +317,7 @@ class Synchronous(Table):
         for part, (value, own), mean in zip(of_part, held, gradients, strict=True):
             measurement = rule.measurement(step, scratch)
             measurement.add(value, mean, own)
-            sums.setdefault(part, []).append(measurement.sums())
+            sums.setdefault(part, []).append(measurement.sums)
         return {part: rule.trust_ratio(pieces) for part, pieces in sums.items()}
 
 
