@@ -132,7 +132,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     kind: ClassVar[str]
     _sum_kind: ClassVar[type[DenseSum] | type[SparseSum]]
-    _divisors: ClassVar[tuple[str, ...]] = ("",)  # the first is the default
+    _divisors: ClassVar[tuple[str, ...]] = ("",)
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         *,
         name: str,
         reduction_type: str = "MEAN",
-        divisor: str | None = None,
+        divisor: Any = ...,  # the first that there is
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> None:
@@ -160,7 +160,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.dtype = dtype_of(chosen)
         dims = None if shape is None else [self._dimension(dim) for dim in shape]
         self.shape = None if dims is None else tuple(dims)
-        self.divisor = self._divisors[0] if divisor is None else divisor
+        self.divisor: str = self._divisors[0] if divisor is ... else divisor
         if self.divisor not in self._divisors:
             raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
         self.definition = DefineAccumulator(
