@@ -33,7 +33,7 @@ class Training:
 
     async def follow(self, pulls: Sequence[str], pushes: Sequence[str]) -> list[str]:
         """Pull and push, in each step what a letter says: s, o or b for both."""
-        named = {"s": [self.small], "o": [self.other], "b": [self.small, self.other]}
+        named = {"s": [self.small], "o": [self.other], "b": [self.other, self.small]}
         outcomes = []
         for pulled, pushed in zip(pulls, pushes, strict=True):
             await psync.pull(named[pulled])

@@ -21,7 +21,7 @@ from psync.bench.figures import Figures
 from psync.launch.process import loop_factory
 
 PARTS = ("processes", "virtual")
-PACKAGES = ("psync", "numpy", "uvloop", "msgpack")
+PACKAGES = ("psync", "numpy", "uvloop", "msgspec")
 NAME = "sync_vs_async"  # of the files
 
 

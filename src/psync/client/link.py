@@ -102,7 +102,7 @@ class PsLink:
         away_for_s: So long it may be without any connection, once there was one; then it is lost.
         num_calls: Requests so far, answers, and connections.
         relied_on: Answers of which those of other ps tasks may never come if this one is lost, or
-            does not reach these.
+            does not reach these; and which of the calls is that to this one.
         repeating: Calls that have no connection.
     """
 
@@ -120,7 +120,7 @@ class PsLink:
         self.away_for_s = math.inf
         self.lost_after_s = lost_after_s
         self.num_calls = 0
-        self.relied_on: set[Answers[Any]] = set()
+        self.relied_on: dict[Answers[Any], int] = {}
         self._endpoint = endpoint
         self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
@@ -346,8 +346,8 @@ class PsLink:
             await asyncio.sleep(PING_INTERVAL_S)
             if self.lost is not None:
                 return
-            for answers in self.relied_on:
-                answers.ask_again()
+            for answers, at in self.relied_on.items():
+                answers.ask_again(at)
             before, silent_since, began = silent_since, None, loop.time()
             if not self.is_open:
                 continue
@@ -625,12 +625,12 @@ class Answers(Generic[M]):
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def ask_again(self) -> None:
-        """Make the first call once more if others are not answered: it may say now why."""
-        if self.missing and isinstance(self.outcomes[0], Frame):
+    def ask_again(self, at: int) -> None:
+        """Make a call once more if it is answered and others are not: it may say now why."""
+        if self.missing and isinstance(self.outcomes[at], Frame):
             self.missing += 1
-            self.outcomes[0] = None
-            self.ask(0)
+            self.outcomes[at] = None
+            self.ask(at)
 
     def lack(self, error: Exception) -> None:
         """Those that are not there will not come."""

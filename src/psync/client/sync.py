@@ -293,7 +293,7 @@ class SyncClient:
         answers = _Answers(kind, "a push", calls, "the values", True, landing)
         with self._ps.work.wait:
             try:
-                self._ps.links[0].relied_on.add(answers)
+                self._ps.links[0].relied_on[answers] = plan.first.get(0, 0)
                 self._send(answers)
                 if landing is not None:
                     asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
@@ -304,7 +304,7 @@ class SyncClient:
                 raise
             finally:
                 pushes.answered(number)
-                self._ps.links[0].relied_on.discard(answers)
+                self._ps.links[0].relied_on.pop(answers, None)
             answer: messages.Contributed | None = None
             for each in came:
                 if type(each) is messages.Contributed:
