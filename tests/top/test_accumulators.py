@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from fractions import Fraction
 from typing import Any
@@ -25,6 +24,7 @@ from psync.accumulators import (
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError, ValueMismatchError
 from psync.numerics.sums import at_once
 from psync.specs import Outcome
+from psync.wire.codec import replace
 from psync.wire.messages import DefineAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
@@ -318,11 +318,11 @@ def test_what_is_said_of_an_accumulator_makes_one_like_it(definition: DefineAccu
 
 def test_a_kind_of_accumulator_that_is_none_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match='"a": expected kind "dense" or "sparse", got'):
-        rule_of(dataclasses.replace(DEFINED[0], kind="dens"))
+        rule_of(replace(DEFINED[0], kind="dens"))
 
 
 def test_of_two_accumulators_of_one_name_the_parameters_that_differ_are_named() -> None:
-    other = dataclasses.replace(DEFINED[0], dtype="float64", reduction="SUM")
+    other = replace(DEFINED[0], dtype="float64", reduction="SUM")
     error = other_parameters(DEFINED[0], other)
     assert error.message == (
         "accumulator \"a\": other parameters than at first: expected dtype='float32', "

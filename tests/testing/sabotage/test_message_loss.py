@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from psync.testing.sabotage.message_loss import (
     VARIABLE,
     MessageLosses,
 )
+from psync.wire.codec import replace
 from psync.wire.messages import Done, FinalBelow, Update
 
 each_place = pytest.mark.parametrize("place", PLACES)
@@ -127,7 +127,7 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
         for number in (1, 2, 3):
             peer = await worker.connect(listener.address, PS)
             with pytest.raises(ConnectionLost):
-                await peer.call(dataclasses.replace(push(), sequence=number))
+                await peer.call(replace(push(), sequence=number))
         await asyncio.sleep(3 * LOOK_EVERY_S)
         assert numbers == []
         go.touch()
@@ -156,9 +156,7 @@ async def test_a_slow_request_is_served_after_one_that_came_later(
     async with losing(
         "memory", tmp_path, {"Update": {"slow": 1}}, {Update: Handler(served)}
     ) as peer:
-        await asyncio.gather(
-            *(peer.call(dataclasses.replace(push(), sequence=number)) for number in (1, 2))
-        )
+        await asyncio.gather(*(peer.call(replace(push(), sequence=number)) for number in (1, 2)))
     assert numbers == [2, 1]
 
 

@@ -391,9 +391,13 @@ def _connected(names: Iterable[str]) -> socket.socket | None:
 
 def _sharing(factory: Factory, channel: SideChannel) -> Factory:
     def make() -> asyncio.BufferedProtocol:
-        protocol: Any = factory()
-        protocol.share(channel)
-        return protocol  # type: ignore[no-any-return]
+        protocol = factory()
+        share = getattr(protocol, "share", None)
+        if share is None:  # it can do without
+            channel.close()
+        else:
+            share(channel)
+        return protocol
 
     return make
 
