@@ -114,6 +114,25 @@ class TestAStep:
         assert staging.statistics()["bytes"] == 15
 
 
+class TestAPartThatIsRefused:
+    def test_gives_its_memory_back(self, staging: Staging[Part]) -> None:
+        reserve(staging, A, 1)
+        staging.give_back((7, A, 1))
+        staging.give_back((7, A, 1))  # again
+        staging.give_back((8, A, 1))  # of a group that nobody knows
+        assert staging.statistics()["bytes"] == 0
+
+    def test_with_its_group_the_others_go_too(self, staging: Staging[Part]) -> None:
+        put(staging, A, 1)
+        reserve(staging, B, 1, nbytes=5)
+        for group in (7, 8):
+            staging.drop(group)
+        assert staging.held() == []
+        assert staging.statistics()["bytes"] == 5  # it comes, and is refused
+        staging.give_back((7, B, 1))
+        assert staging.statistics()["bytes"] == 0
+
+
 class TestStale:
     def test_a_part_whose_step_is_closed_while_it_comes_in_is_not_kept(
         self, staging: Staging[Part]

@@ -309,6 +309,44 @@ def test_who_has_a_part_on_every_ps_gets_its_token_with_the_step(strict: bool) -
     assert tokens["published"] == tokens["taken"] + tokens["void"] + tokens["left"]
 
 
+def test_only_what_is_acknowledged_is_forgotten() -> None:
+    steps = Steps(4, 1)
+    for _ in range(3):
+        steps.push(0, 0, acked_below=1)
+    assert steps.remembered(replica(0)) == [1, 2, 3]
+    steps.push(0, 0, acked_below=3)
+    assert steps.remembered(replica(0)) == [3, 4]
+
+
+def test_who_waits_longer_comes_first_where_there_are_more_replicas_than_tokens() -> None:
+    steps = Steps(2, 2)
+    steps.closed(GROUP, [*steps.push(0, 0), *steps.push(1, 0)][-1].step)  # type: ignore[union-attr]
+    assert steps.push(2, 0) == []  # stale: both tokens are taken
+    steps.push(0, 1, others=[1])
+    (close,) = steps.push(1, 1, others=[1])
+    assert isinstance(close, Close)
+    assert answers([*close.answers]) == [accepted(0, 2)]
+    assert [who for who, *_ in answers(steps.closed(GROUP, 1))] == [2]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_a_token_that_nobody_waits_for_any_more_is_anothers(strict: bool, is_fenced: bool) -> None:
+    steps = Steps(2, strict=strict)
+    steps.push(0, 0, others=[1])
+    steps.push(1, 0, others=[1])
+    if is_fenced:
+        steps.fence(replica(0)[0], 2)
+    else:
+        steps.forget(GROUP, replica(0), 1)
+        steps.forget(GROUP, replica(0), 1)
+    steps.closed(GROUP, 0)
+    push = steps.push(0, 0, incarnation=1 + is_fenced, others=[1])
+    assert answers(push) == [(0, "stale", 1)]
+    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    assert tokens["published"] == tokens["taken"] + tokens["void"] + tokens["left"]
+
+
 def test_a_step_that_fails_refuses_also_who_has_its_token() -> None:
     steps = Steps(2)
     steps.push(0, 0, others=[1])

@@ -218,6 +218,7 @@ class SyncMachine(RuleBasedStateMachine):
         worker = self.workers[index]
         replica = (self.task(index), worker.incarnation)
         self.pair.tell("forget", GROUP, replica, worker.number)
+        self.answers = [each for each in self.answers if each.replica != replica]
         self.perform(
             self.pair.tell(
                 "contribute",

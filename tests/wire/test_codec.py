@@ -238,6 +238,14 @@ def test_what_msgpack_cannot_carry_is_our_own_error(value: object) -> None:
     assert encode(One(5)).hex(" ") == "92 0c 05", "the failed one has left nothing behind"
 
 
+def test_texts_and_numbers_of_numpy_are_sent_as_those_of_python() -> None:
+    sent = Everything(1, np.float64(0.5), np.str_("t"), b"", True, 3, [], (4, "x"), [], {}, None)
+    got = decode(encode(sent))
+    assert isinstance(got, Everything)
+    assert (type(got.real), type(got.text)) == (float, str)
+    assert got == sent
+
+
 def test_a_value_that_contains_itself_is_our_own_error() -> None:
     endless: list[Any] = []
     endless.append(endless)

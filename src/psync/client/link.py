@@ -346,7 +346,7 @@ class PsLink:
             await asyncio.sleep(PING_INTERVAL_S)
             if self.lost is not None:
                 return
-            for answers, at in self.relied_on.items():
+            for answers, at in list(self.relied_on.items()):
                 answers.ask_again(at)
             before, silent_since, began = silent_since, None, loop.time()
             if not self.is_open:
@@ -419,6 +419,7 @@ class PsLink:
         released, self._released = self._released, None
         if released is not None:
             released.set()
+            self._end_answers()
 
     async def recovered(self) -> bool:
         """Wait for the end of a recovery; return whether the ps is there. Cancellation: safe."""
@@ -594,7 +595,7 @@ class Answers(Generic[M]):
                     call.into, call.lengths = functools.partial(landing.into, place), pulled.lengths
                     call.nbytes = max(call.nbytes, pulled.nbytes)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.missing = 0
+        self.missing = self._turns = 0
         self.outcomes: list[Frame | Exception | None] = []
         self._kind, self._question, self._body, self._may_lack = kind, question, body, may_lack
 
@@ -626,8 +627,13 @@ class Answers(Generic[M]):
             self.ended.set_result(None)
 
     def ask_again(self, at: int) -> None:
-        """Make a call once more if it is answered and others are not: it may say now why."""
-        if self.missing and isinstance(self.outcomes[at], Frame):
+        """Make a call once more if it is answered and others are not: it may say now why.
+
+        Called again and again; the call is made in the turns 1, 2, 4, 8, …
+        """
+        self._turns += 1
+        is_due = not self._turns & (self._turns - 1)
+        if is_due and self.missing and isinstance(self.outcomes[at], Frame):
             self.missing += 1
             self.outcomes[at] = None
             self.ask(at)

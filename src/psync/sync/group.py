@@ -137,11 +137,20 @@ class Group:
         token = self.tokens.take(taker)
         return [] if token is None else self._answers([(taker, token)])
 
+    def forget(self, taker: Taker) -> None:
+        """Nobody waits for this push: nor does it take the token that it has for its step."""
+        self.tokens.cancel(taker)
+        for push in self._being_applied:
+            answer = push.answer
+            if answer and answer.count and (answer.replica, answer.number) == taker:
+                self.tokens.give_back(taker, answer.token)
+                push.answer = None
+
     def drop(self, replica: Replica, error: PsyncError) -> list[Action]:
         """The replica is gone: it waits no more. What was counted stays counted."""
         waiting = [number for owner, number in self.tokens.waiting if owner == replica]
-        for number in waiting:
-            self.tokens.cancel((replica, number))
+        for number in self._pushes.get(replica, ()):
+            self.forget((replica, number))
         self._pushes.pop(replica, None)
         self._acked_below.pop(replica, None)
         self._tokens_held.pop(replica, None)
@@ -314,10 +323,13 @@ class Group:
         answers: list[Answer] = []
         if not self.config.tensorflow_compat:
             self.tokens.void_below(self.step)
-            for push in pushes:
-                taker = push.contribution.replica, push.contribution.number
+            takers = [(each.replica, each.number) for each in made]
+            # Who waits already, and has pushed too late for this step, comes first.
+            room = self.config.tokens_per_step - len(self.tokens.waiting.keys() - takers)
+            for push, taker in zip(pushes, takers, strict=True):
                 waits = push is last or taker in self.tokens.waiting
-                if waits and len(push.contribution.others) == self._others:
+                if waits and len(push.contribution.others) == self._others and room > 0:
+                    room -= 1
                     self.tokens.reserve(taker, self.step)
                     answers.append(self._answer(push, self.step, push.count))
         self.closing = Close(self.number, self.step - 1, named, partial, tuple(answers))

@@ -4,7 +4,7 @@
                     state of ps 0
     norms measured  NormsMeasured, an entry: it is sent to be closed. Where no norms are needed that
                     is done at once
-    all applied it  StepApplied, an entry: the rule gives the tokens of the next step
+    all applied it  StepApplied, an entry: who still waits gets tokens of the next step
 
 Who dies:
 
@@ -233,6 +233,7 @@ class OutgoingSteps(Changing):
             CLOSER, message.step, group, error.message,
         )  # fmt: skip
         self._perform(self._steps.close_failed(group, error))
+        self._sync.end_group(group, error)
         self._failed()
 
     async def finish(self, client: Client, message: FinishSteps) -> None:

@@ -308,8 +308,9 @@ class PsSync:
             self.ledger.check_incarnation(*part.key[1])  # FencedError: its sender is replaced
             known = self.groups[part.key[0]]
             if known.broken is not None:
-                raise known.broken
+                raise known.broken.with_traceback(None)  # it is raised many times
         except PsyncError as exc:
+            self.staging.give_back(part.key)
             self.fail(part.key, exc)
         else:
             if self.staging.stage(part):
@@ -455,7 +456,9 @@ class PsSync:
             submit(request)
 
     def _claim(self, message: CloseStep, known: KnownGroup) -> Callable[[], None]:
-        claim = self._locks.begin(self._keys_of(message, known))
+        # Once it is judged its parts are gone.
+        is_judged = self.staging.is_closed(message.group, message.step)
+        claim = self._locks.begin(known.touched if is_judged else self._keys_of(message, known))
         return partial(self._locks.end, claim)
 
     async def _when_unlocked(
@@ -545,9 +548,14 @@ class PsSync:
 
     def _refuse(self, message: CloseStep, error: PsyncError) -> None:
         """A step cannot be applied here: neither can its pushes, whatever ps 0 has told them."""
-        self.groups[message.group].broken = error
+        self.end_group(message.group, error)
         for task, incarnation, push, _ in message.pushes:
             self.fail((message.group, (task, incarnation), push), error)
+
+    def end_group(self, group: int, error: PsyncError) -> None:
+        """A step could not be applied, here or elsewhere: no other one will be."""
+        self.groups[group].broken = error.with_traceback(None)
+        self.staging.drop(group)
 
     def _close_for(self, request: Request[CloseStep]) -> None:
         self._check_closer(request.peer)
@@ -583,7 +591,7 @@ class PsSync:
             for group, known in self.groups.items()
             if self.staging.step(group) is not None or known.outgoing is not None
         )  # fmt: skip
-        return [held, decided]
+        return [held, decided, [group for group, known in self.groups.items() if known.broken]]
 
     async def live(self, arrays: list[memoryview]) -> Any:
         """Return the parts that are held, and how far groups are; see ``backups.primary.Section``.
@@ -602,7 +610,9 @@ class PsSync:
             factors, outgoing = None, known.outgoing
             if outgoing is not None and outgoing.is_measured:
                 factors = outgoing.close.step, outgoing.scales, outgoing.ratios
-            groups.append((group, steps.get(group, -1), known.elsewhere, known.spread, factors))
+            broken = known.broken and encode(failure_of(known.broken))
+            step = steps.get(group, -1)
+            groups.append((group, step, known.elsewhere, known.spread, broken, factors))
         return parts, groups
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
@@ -614,8 +624,10 @@ class PsSync:
             self._look_up(known)
             body = list(itertools.islice(arrays, held))
             self.staging.stage(self._part((group, replica, push), local_step, known, body, rows))
-        for group, step, elsewhere, spread, _ in groups:
+        for group, step, elsewhere, spread, broken, _ in groups:
             here = self.groups[group]
+            if broken is not None:
+                here.broken = exception_of(cast(Failure, decode(broken)), self._task)
             here.elsewhere, here.spread = elsewhere, spread
             if step >= 0:
                 self.staging.close(group, step - 1)

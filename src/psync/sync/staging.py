@@ -156,6 +156,19 @@ class Staging(Generic[P]):
         self._staged += 1
         return True
 
+    def give_back(self, key: PushKey) -> None:
+        """A part that was announced, and has come, is refused."""
+        known = self._groups.get(key[0])
+        if known is not None:
+            self._bytes -= known.coming.pop(key, (0, 0))[1]
+
+    def drop(self, group: int) -> None:
+        """No step of a group will be applied any more: its parts go."""
+        known = self._groups.get(group)
+        if known is not None:
+            self._bytes -= sum(part.nbytes for part in known.parts.values())
+            known.parts.clear()
+
     def held(self) -> list[P]:
         """Return all parts that have come in whole."""
         return [part for known in self._groups.values() for part in known.parts.values()]

@@ -152,7 +152,7 @@ class StepCloser:
         self.steps.restore(rule, configs)
         self._clock.note(rule["now"])
         self.outgoing.restore()
-        for group, _, _, _, factors in groups:
+        for group, *_, factors in groups:
             if factors is not None:
                 self.outgoing.note_factors(NormsMeasured(group, *factors))
 
@@ -289,6 +289,7 @@ class StepCloser:
         try:
             self._contribute(request.message, part)
         except PsyncError as exc:
+            self._sync.staging.give_back(part.key)
             self._sync.fail(part.key, exc)
         request.segments = ()
         return LATER
@@ -297,8 +298,11 @@ class StepCloser:
         known = part.known
         group, replica, push = part.key
         self._sync.ledger.check_incarnation(*replica)
-        self._sync.staging.stage(part)
         here = self._sync.groups[group]
+        if here.broken is None:
+            self._sync.staging.stage(part)
+        else:
+            self._sync.staging.give_back(part.key)
         here.spread = here.spread or known.spread
         if known.others and here.elsewhere < 0:
             here.elsewhere = self.steps.present(group)

@@ -154,7 +154,7 @@ class SyncSteps:
         """Whoever made this request waits no more; what was counted stays counted."""
         known = self._groups.get(group)
         if known is not None:
-            known.tokens.cancel((replica, number))
+            known.forget((replica, number))
 
     def closed(self, group: int, step: int) -> list[Action]:
         """Every ps has applied ``step``, and the global step is raised.

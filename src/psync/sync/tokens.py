@@ -13,8 +13,9 @@ needs none, so there are no initial tokens where N ≥ R, and R - N where N < R:
 ``strict`` binds ⌈R/N⌉ tokens of each step to every replica; ``tensorflow_compat`` puts R initial
 tokens and keeps old ones, as TensorFlow does.
 
-A push that is counted in a step gets its token when the step is decided, ahead of whoever waits
-(``reserve``): the answer leaves with the values of the step.
+A push that is counted in a step may get its token when the step is decided (``reserve``): its
+answer leaves with the values of the step. What it does not want any more is free again
+(``give_back``).
 
 Source: the ``sync_token_q`` of TensorFlow's ``SyncReplicasOptimizer``. Different there: tokens
 are never bound, never void, and a waiting replica is never told that training has ended.
@@ -92,6 +93,15 @@ class TokenChannel:
             self._used[step, taker[0]] += 1
         self._published += 1
         self._taken += 1
+
+    def give_back(self, taker: Taker, step: int) -> None:
+        """``taker`` does not want its token of ``step``, which is not published so far."""
+        if self._allowance is None:
+            self._reserved -= 1
+        else:
+            self._used[step, taker[0]] -= 1
+        self._published -= 1
+        self._taken -= 1
 
     def charge(self, replica: Replica, step: int) -> None:
         """Count a bound token of ``step`` as used, by who contributed to it without having one.

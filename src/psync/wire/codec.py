@@ -19,7 +19,19 @@ import msgspec
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 _BY_CODE: dict[int, type[Message]] = {}
-_encode = msgspec.msgpack.Encoder().encode
+SHORT_BYTES = 4096
+"""What is wrong with a longer header is told without decoding it once more."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a text or number of another class, as numpy has them, as one that msgspec knows."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} is no type of fields")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 replace = msgspec.structs.replace
 """Returns a message with other values in some fields, as that of ``dataclasses``."""
@@ -106,6 +118,8 @@ def decode(header: bytes) -> Message:
 
 def _refused(header: bytes, error: Exception) -> RemoteProtocolError:
     """Say what is wrong with a header: its texts may be long."""
+    if len(header) > SHORT_BYTES:
+        return RemoteProtocolError(f"a header of {len(header)} bytes: {reprlib.repr(str(error))}")
     try:
         values = msgspec.msgpack.decode(header, ext_hook=_refuse_ext)
     except Exception as exc:

@@ -1,7 +1,6 @@
 """All messages between tasks: one frozen class each, with a number of its own.
 
-They stand by the pair of tasks that exchange them. Fields of tuples come back as lists: msgpack
-knows one kind of array.
+They stand by the pair of tasks that exchange them.
 """
 
 from __future__ import annotations
