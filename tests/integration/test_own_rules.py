@@ -15,6 +15,7 @@ from memory_cluster import MemoryCluster, coordinating, event_of, replicated, ru
 from own_rules import SHAPE, check_bits, declared, rule, train
 from psync import FailoverEvent
 from psync.errors import RuleError
+from psync.wire.limits import Limits
 
 pytestmark = pytest.mark.virtual_time
 
@@ -203,3 +204,27 @@ async def test_a_synchronous_step_that_raises_ends_the_training_of_its_optimizer
         if burying is not None:
             await burying
         assert not any(cluster.ps(n).is_torn for n in ("ps-0", "ps-1") if n != lost)
+
+
+async def test_a_group_that_a_rule_has_ended_takes_no_memory_from_others() -> None:
+    limits = Limits(staging_bytes=8 * REFUSED.nbytes)
+    async with coordinating(2, limits=limits) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.ones(SHAPE, np.float32), name="w")
+            v = psync.Variable(np.ones(SHAPE, np.float32), name="v")
+            step = psync.get_or_create_global_step()
+        ended = psync.SyncReplicasOptimizer(psync.optimizers.Optimizer(rule()), 1, name="ended")
+        other = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1, name="other")
+
+        async def pushed(optimizer: Any, gradient: Any) -> str:
+            try:
+                result = await optimizer.apply_gradients([(gradient, w), (gradient, v)], step)
+            except RuleError as exc:
+                return str(exc.message)
+            return str(result.outcome.value)
+
+        for _ in range(20):
+            told = await coordinator.schedule(pushed, args=(ended, REFUSED)).fetch()
+            assert 'update rule "tests.momentum" for ' in told
+        good = np.ones(SHAPE, np.float32)
+        assert await coordinator.schedule(pushed, args=(other, good)).fetch() == "accepted"
