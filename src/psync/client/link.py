@@ -475,14 +475,16 @@ class PsLink:
         self._end_answers()
         return error
 
-    def close(self) -> None:
-        """Close the connections; calls under way fail."""
+    def close(self) -> list[asyncio.Task[None]]:
+        """Close the connections; calls under way fail. Return what has not ended yet."""
         self._closed = True
         self.release()
-        if self._keepalive is not None:
-            self._keepalive.cancel()
         for peer in self._peers.values():
             peer.close()
+        if self._keepalive is None:
+            return []
+        self._keepalive.cancel()
+        return [self._keepalive]
 
 
 class Call(msgspec.Struct, eq=False):

@@ -63,7 +63,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.shielding import shielded
+from psync.net.shielding import end_all, shielded
 from psync.numerics.compression import Compression
 from psync.numerics.memory import BlockPool, roomy
 from psync.numerics.rows import IndexedSlices, check_scatter, distinct, merged
@@ -328,8 +328,7 @@ class PsClient:
         try:
             await self.outgoing.close(patience_s)
         finally:
-            for link in self.links:
-                link.close()
+            await end_all([task for link in self.links for task in link.close()])
 
     @property
     def timeline(self) -> int:

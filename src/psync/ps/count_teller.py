@@ -25,6 +25,7 @@ from psync.client.link import PsLink, ask
 from psync.errors import PsyncError
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
+from psync.net.shielding import end_all
 from psync.numerics.memory import BlockPool
 from psync.store.store import ShardStore
 from psync.wire.messages import Number, TellCounts
@@ -122,9 +123,6 @@ class CountTeller:
 
     async def close(self) -> None:
         """Tell nothing more. Cancellation: links may be left open."""
-        for task in self._telling:
-            task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
-        for link in self._links:
-            link.close()
+        await end_all(self._telling)
+        await end_all([task for link in self._links for task in link.close()])
         await self._endpoint.close()
