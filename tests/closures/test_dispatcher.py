@@ -233,6 +233,12 @@ def test_what_is_kept_had_started_and_is_not_asked_for_again() -> None:
     assert sent(bench.finish("a", 100, 101, 102, 103)) == {}
 
 
+def test_what_comes_back_may_be_sent_again_and_what_is_kept_has_started() -> None:
+    bench, _ = two_workers_of_which_one_is_idle(num_ahead=3)
+    assert sent(bench.give_back("a", 101)) == {"b": [101]}
+    assert [bench.closures[number].known_started for number in (101, 102)] == [False, True]
+
+
 def test_all_that_may_not_have_started_is_asked_back_where_no_answer_is_owed() -> None:
     bench = fast_bench("a", num=5)
     bench.decide()

@@ -246,6 +246,12 @@ def test_an_overflow_is_a_result_and_no_warning(
             np.subtract(values, values)
 
 
+def test_work_space_grows_with_what_is_longer_than_a_chunk() -> None:
+    scratch = Scratch(8)
+    assert [array.size for array in scratch.arrays(np.dtype("f4"), 2, 4)] == [4, 4]
+    assert [array.size for array in scratch.arrays(np.dtype("f4"), 1, 16)] == [16]
+
+
 class TestPool:
     def test_recycles_what_nobody_sees(self) -> None:
         pool = BlockPool()

@@ -159,7 +159,9 @@ def adjacent(arrays: list[np.ndarray]) -> Adjacent:
     """The same side by side in one."""
     ends = [0, *itertools.accumulate(map(len, arrays))]
     parts = [slice(*ends[at : at + 2]) for at in range(len(arrays))]
-    return Adjacent(np.concatenate([np.empty(0, np.float32), *arrays]), parts)
+    made = Adjacent(np.concatenate([np.empty(0, np.float32), *arrays]), parts)
+    assert len(made) == len(arrays)
+    return made
 
 
 def read(store: ShardStore, place: tuple[Any, ...]) -> list[memoryview]:
@@ -576,6 +578,8 @@ REFUSED: list[tuple[Callable[[ShardStore], object], type[PsyncError], str]] = [
      f"{TASK}: expected the config of an optimizer"),
     (lambda s: s.measure(0, KEY, np.zeros(640, np.float32), 0, []), UsageError,
      f"optimizer 0 (sgd) on {TASK} has nothing to measure"),
+    (lambda s: s.means_of([adjacent([np.zeros(2, np.float32)])], []), UsageError,
+     "expected gradients, and a weight for each, got 1 and 0"),
     (lambda s: (s.define_optimizer(2, Lamb(0.1).to_config()), s.check_apply_rows(2, KEY)),
      ValueMismatchError, "norm over the whole"),
     (lambda s: (s.define_optimizer(2, ACCUMULATING.to_config()), s.check_apply_rows(2, KEY)),

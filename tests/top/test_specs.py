@@ -22,6 +22,7 @@ from psync.specs import (
     dtype_of,
     marked_after,
     plain_array,
+    some_of,
 )
 
 
@@ -88,6 +89,11 @@ def test_nothing_else_is_an_integer() -> None:
     array = np.array
     for value in [True, np.True_, 1.0, np.float32(1), "1", None, [1], array([1]), array(True)]:
         assert as_integer(value) is None
+
+
+def test_of_many_names_the_first_are_told() -> None:
+    assert some_of(["a", "b"], 2) == ["a", "b"]
+    assert some_of(["a", "b", "c"], 1) == ["a", "and 2 more"]
 
 
 def test_what_is_of_another_class_is_named() -> None:
