@@ -679,6 +679,12 @@ def test_a_shard_is_busy_until_its_work_is_done_which_is_done_whoever_abandons_i
     assert (value(store, (1, 0)) == 1).all()
 
 
+def test_a_slot_is_what_it_is_set_to() -> None:
+    store = store_of((4,), "float32", Adam(0.5))
+    run(store.load_slot(KEY, 0, "v", np.full(4, 9, np.float32)))
+    assert slot(store, "v").tolist() == [9] * 4
+
+
 @pytest.mark.parametrize("rule", [SGD(0.5, momentum=0.5), Lamb(0.5)], ids=["SGD", "Lamb"])
 def test_blocks_of_a_push_that_are_computed_elsewhere_have_the_same_bits(rule: UpdateRule) -> None:
     shape = (9 * BLOCK_ELEMENTS,)
