@@ -432,10 +432,10 @@ class SyncReplicasOptimizer(Optimizer):
             describe the step in which the push counts.
 
         Raises:
-            ValueMismatchError: See ``apply_gradients`` of other optimizers; or the weight is
-                invalid. Also a ValueError.
-            ConfigurationError: The global step is missing, or differs from the previous one. Also a
-                ValueError.
+            ValueMismatchError: See ``apply_gradients`` of other optimizers; or the weight is out of
+                range. Also a ValueError.
+            ConfigurationError: The weight is no finite number; or the global step is missing, or
+                differs from the previous one. Also a ValueError.
             UsageError: Outside a step and outside a training session.
             NotEnoughReplicas: Fewer than ``min_replicas`` workers have lived for ``patience_s``.
             TrainingEnded: No further step will be closed.

@@ -446,12 +446,11 @@ class PsClient:
         Cancellation: Safe.
         """
         dtype, row, inverse, each = dtype_of(spec.dtype), spec.shape[1:], None, rows
-        if isinstance(rows, range):
-            _check_exist(spec, np.array([rows[0], rows[-1]] if rows else [], np.int64))
-        else:
-            _check_exist(spec, rows)
+        if not isinstance(rows, range):
             # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
+        if len(each):  # a ps looks at each; what lies before and behind the shards reaches none
+            _check_exist(spec, np.array([each[0], each[-1]]))
         landed = self.empty((len(each), *row), dtype)
         plan = self.plan((spec,))
         wanted = _messages_of(_parts_of(plan, each, landed))
@@ -464,9 +463,7 @@ class PsClient:
                         seen.note(pulled.steps)
         if inverse is None:
             return landed
-        made = self.empty((len(rows), *row), dtype)
-        landed.take(inverse, 0, made, "clip")
-        return made
+        return landed.take(inverse, 0, self.empty((len(rows), *row), dtype), "clip")
 
     def _rows_call(self, request: Request, parts: Sequence[_Rows]) -> Call:
         said, link = [each.on_wire for each in parts], self.links[request.ps]
@@ -889,10 +886,8 @@ class _Rows(NamedTuple):
 
 def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
     """Check that a variable has these rows; raises ValueMismatchError."""
-    if not len(rows):
-        return
     count = spec.shape[0] if spec.shape else 0
-    if rows.view(np.uint64).max() >= count:  # numbers below 0 are the largest ones
+    if len(rows) and rows.view(np.uint64).max() >= count:  # numbers below 0 are the largest ones
         lowest, highest = int(rows.min()), int(rows.max())
         raise ValueMismatchError(
             f'variable "{spec.name}": row {lowest if lowest < 0 else highest} does not exist, '

@@ -23,7 +23,8 @@ from psync.specs import plain_array
 
 def ascending(rows: np.ndarray) -> bool:
     """Return whether row numbers ascend strictly, so that each is there once."""
-    return len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())
+    few = rows[:16].tolist()  # mostly these tell already
+    return few == sorted({*few}) and bool((rows[1:] > rows[:-1]).all())
 
 
 def in_order(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -34,17 +35,17 @@ def in_order(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Args:
         rows: int64, not negative.
     """
-    bits = len(rows).bit_length()
-    if len(rows) and int(rows.max()) >> (63 - bits):
+    count, bits = len(rows), max(0, len(rows) - 1).bit_length()
+    needed = bits + (int(rows.view(np.uint64).max()).bit_length() if count else 0)
+    if needed > 63:
         order = np.argsort(rows, kind="stable")
         return rows[order], order
     # Sorting numbers that end with their position takes a fifth of the time of argsort.
-    packed = rows << bits
-    packed |= np.arange(len(rows))
+    packed: Any = rows.astype(np.uint32 if needed <= 32 else np.int64)
+    packed <<= bits
+    packed |= np.arange(count, dtype=packed.dtype)
     packed.sort()
-    order = packed & ((1 << bits) - 1)
-    packed >>= bits
-    return packed, order
+    return (packed >> bits).astype(np.int64), (packed & ((1 << bits) - 1)).astype(np.int64)
 
 
 def distinct(rows: np.ndarray, *, sort: bool = True) -> tuple[np.ndarray, np.ndarray | None]:

@@ -45,7 +45,7 @@ class WantedRows:
     """Rows of one shard that were asked for, and where they are gathered."""
 
     key: Key
-    rows: np.ndarray | range
+    rows: Any  # int64, or a range
     nbytes: int
     start: int  # in the memory for all that is gathered; -1: they lie side by side
 
@@ -195,7 +195,7 @@ class PsPulls:
         segments: list[Segment] = []
         for one in wanted:
             if one.start < 0:
-                segments.append(_exported(store, one))
+                segments.append(store.read_range(one.key, one.rows.start, one.rows.stop))
                 continue
             for _ in _begun(store, one, memory):
                 pass
@@ -209,7 +209,8 @@ class PsPulls:
         segments: list[Segment] = []
         for one in wanted:
             if one.start < 0:
-                segments.append(await self._work.when_idle(_exported, store, one))
+                ends = one.rows.start, one.rows.stop
+                segments.append(await self._work.when_idle(store.read_range, one.key, *ends))
                 continue
             work = await self._work.when_idle(_begun, store, one, memory)
             await self._work.finish(work)
@@ -232,18 +233,17 @@ class PsPulls:
                     raise RemoteProtocolError(f"{self._task}: row numbers beyond {MAX_NUMBER}")
                 rows = range(first, stop, step)
                 ends = np.array([rows[0], rows[-1]] if rows else [], np.int64)
-                store.check_row_numbers(key, ends)
+                row_bytes = store.check_row_numbers(key, ends)
             else:
                 end = at + count * ROW_NUMBER_BYTES
                 rows = bytes_of(body[0][at:end] if body else NO_BYTES).view(np.int64)
                 at = end
-                store.check_row_numbers(key, rows)
+                row_bytes = store.check_row_numbers(key, rows)
             if len(rows) != count:
                 raise RemoteProtocolError(f"{self._task}: {len(rows)} rows named, {count} declared")
-            nbytes = count * store.row_bytes(key)
+            nbytes = count * row_bytes
             wanted.append(WantedRows(key, rows, nbytes, -1 if step == 1 else start))
-            if step != 1:
-                start += nbytes
+            start += nbytes if step != 1 else 0
         if start > self._limits.gathered_bytes:
             raise UsageError(
                 f"{self._task}: {start} bytes of rows asked for at once, at most "
@@ -251,11 +251,6 @@ class PsPulls:
                 hint="request fewer rows at a time",
             )
         return wanted
-
-
-def _exported(store: ShardStore, one: WantedRows) -> list[memoryview]:
-    assert isinstance(one.rows, range)
-    return store.read_range(one.key, one.rows.start, one.rows.stop)
 
 
 def _begun(store: ShardStore, one: WantedRows, memory: memoryview) -> Work:

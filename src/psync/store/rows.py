@@ -31,7 +31,7 @@ from psync.numerics.sums import (
     sum_of_squares,
 )
 from psync.store.shards import Key, ShardTable
-from psync.store.work import Shard, Work
+from psync.store.work import Shard, Work, nothing
 
 PIECE_BYTES = 1 << 19
 """Of parameter rows, about, between two pauses: gathering, computing and scattering take 1 ms."""
@@ -81,8 +81,8 @@ class RowTable(ShardTable):
         shard = self._shard(key)
         return self._row_size(shard) * shard.values.dtype.itemsize
 
-    def check_row_numbers(self, key: Key, rows: np.ndarray, *, each_once: bool = False) -> None:
-        """Check that rows exist.
+    def check_row_numbers(self, key: Key, rows: np.ndarray, *, each_once: bool = False) -> int:
+        """Check that rows exist; return the bytes of one.
 
         Args:
             key: Of the shard.
@@ -94,9 +94,9 @@ class RowTable(ShardTable):
             ValueMismatchError: If one of them is not a row of the shard, or they do not ascend.
         """
         shard = self._shard(key)
-        self._row_size(shard)
+        row_bytes = self._row_size(shard) * shard.values.dtype.itemsize
         if not len(rows):
-            return
+            return row_bytes
         count = shard.spec.shape[0]
         if each_once and not ascending(rows):
             at = int(np.flatnonzero(rows[1:] <= rows[:-1])[0])
@@ -114,6 +114,7 @@ class RowTable(ShardTable):
                 f"{shard.spec} on {self.task}: row {lowest if lowest < 0 else highest} of the "
                 f"shard does not exist, it has {count}"
             )
+        return row_bytes
 
     def check_rows(self, key: Key, rows: np.ndarray, values: object) -> np.ndarray:
         """Return the values of rows as they are used: one row each, of the shard's dtype.
@@ -129,9 +130,8 @@ class RowTable(ShardTable):
             UnknownVariableError: If the shard is not here.
             ValueMismatchError: If rows or values do not fit the shard.
         """
-        self.check_row_numbers(key, rows, each_once=True)
-        shard = self._shard(key)
-        data, row_bytes = bytes_of(values), self.row_bytes(key)
+        row_bytes = self.check_row_numbers(key, rows, each_once=True)
+        shard, data = self._shard(key), bytes_of(values)
         if data.size != len(rows) * row_bytes:
             raise ValueMismatchError(
                 f"{shard.spec} on {self.task}: expected {len(rows)} rows of {row_bytes} bytes, "
@@ -218,6 +218,10 @@ class RowTable(ShardTable):
         """
         shard = self._idle(key)
         made = out.view(shard.values.dtype).reshape(len(rows), shard.row_size)
+        if len(out) <= PIECE_BYTES and isinstance(shard.values, RowBlocks):
+            shard.values.gather(rows, made, self._pool)
+            self._count(shard, rows)
+            return nothing()
 
         def steps() -> Iterator[None]:
             if not len(rows):
