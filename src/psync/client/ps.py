@@ -59,7 +59,6 @@ from psync.errors import (
     RemoteProtocolError,
     TaskLost,
     UnknownVariableError,
-    ValueMismatchError,
 )
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
@@ -432,7 +431,7 @@ class PsClient:
 
         Args:
             spec: Of the variable.
-            rows: int64, 1-D, each in [0, number of rows), in any order; duplicates travel once.
+            rows: int64, 1-D, in any order; duplicates travel once. Checked: there is each.
                 Or evenly spaced ones as a range, of which only the bounds travel.
             seen: Notes which steps of synchronous groups the values are of.
 
@@ -440,7 +439,6 @@ class PsClient:
             Shape (number of rows asked for, *shape of a row); writable, the caller's own.
 
         Raises:
-            ValueMismatchError: There is no such row.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Safe.
@@ -449,8 +447,6 @@ class PsClient:
         if not isinstance(rows, range):
             # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
-        if len(each):  # a ps looks at each; what lies before and behind the shards reaches none
-            _check_exist(spec, np.array([each[0], each[-1]]))
         landed = self.empty((len(each), *row), dtype)
         plan = self.plan((spec,))
         wanted = _messages_of(_parts_of(plan, each, landed))
@@ -683,7 +679,7 @@ class PsClient:
 
         Args:
             spec: Of the variable.
-            rows: int64, each in [0, number of rows), in any order.
+            rows: int64, in any order. Checked: there is each.
             values: A row for each, C-contiguous, of the variable's dtype. Of several for one row
                 all count ("assign": the last), see ``scatter_ops.merged``.
             op: One of ``scatter_ops.SCATTER_OPS``.
@@ -696,7 +692,6 @@ class PsClient:
         Cancellation: As ``push``.
         """
         check_scatter(op, spec.dtype, f'variable "{spec.name}"')
-        _check_exist(spec, rows)
         rows, values = merged(rows, values, op, self.empty)
         slices = IndexedSlices(values, rows)
         return await self.assign(self.plan((spec,)), [slices], op=op, call=call)
@@ -882,17 +877,6 @@ class _Rows(NamedTuple):
         if isinstance(rows, range):
             return (self.place, len(rows), rows.start, rows.stop, rows.step)
         return (self.place, len(rows), 0, 0, 0)
-
-
-def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
-    """Check that a variable has these rows; raises ValueMismatchError."""
-    count = spec.shape[0] if spec.shape else 0
-    if len(rows) and rows.view(np.uint64).max() >= count:  # numbers below 0 are the largest ones
-        lowest, highest = int(rows.min()), int(rows.max())
-        raise ValueMismatchError(
-            f'variable "{spec.name}": row {lowest if lowest < 0 else highest} does not exist, '
-            + (f"it has {count}" if spec.shape else "a scalar has no rows")
-        )
 
 
 def _messages_of(wanted: Iterator[_Rows]) -> list[list[_Rows]]:

@@ -79,7 +79,9 @@ class RowTable(ShardTable):
             ValueMismatchError: If it is a scalar, which has no rows.
         """
         shard = self._shard(key)
-        return self._row_size(shard) * shard.values.dtype.itemsize
+        if shard.row_size < 0:
+            raise ValueMismatchError(f"{shard.spec} on {self.task}: a scalar has no rows")
+        return shard.row_size * shard.values.dtype.itemsize
 
     def check_row_numbers(self, key: Key, rows: np.ndarray, *, each_once: bool = False) -> int:
         """Check that rows exist; return the bytes of one.
@@ -93,8 +95,7 @@ class RowTable(ShardTable):
             UnknownVariableError: If the shard is not here.
             ValueMismatchError: If one of them is not a row of the shard, or they do not ascend.
         """
-        shard = self._shard(key)
-        row_bytes = self._row_size(shard) * shard.values.dtype.itemsize
+        row_bytes, shard = self.row_bytes(key), self._shards[key]
         if not len(rows):
             return row_bytes
         count = shard.spec.shape[0]
@@ -131,7 +132,7 @@ class RowTable(ShardTable):
             ValueMismatchError: If rows or values do not fit the shard.
         """
         row_bytes = self.check_row_numbers(key, rows, each_once=True)
-        shard, data = self._shard(key), bytes_of(values)
+        shard, data = self._shards[key], bytes_of(values)
         if data.size != len(rows) * row_bytes:
             raise ValueMismatchError(
                 f"{shard.spec} on {self.task}: expected {len(rows)} rows of {row_bytes} bytes, "
@@ -169,11 +170,11 @@ class RowTable(ShardTable):
 
     def rows_cost(self, key: Key, rows: np.ndarray | range) -> int:
         """Return what reading or changing these rows costs, expressed in bytes."""
-        shard = self._shard(key)
+        row_bytes, shard = self.row_bytes(key), self._shards[key]
         if not len(rows):
             return 0
         arrays = [shard.values, *shard.slots.values()]
-        cost = len(rows) * (self._row_size(shard) * shard.values.dtype.itemsize + INDEX_COST)
+        cost = len(rows) * (row_bytes + INDEX_COST)
         for array in arrays:
             if not isinstance(array, RowBlocks):
                 cost += array.num_made * BLOCK_BYTES
@@ -181,11 +182,6 @@ class RowTable(ShardTable):
                 in_order = rows if ascending(rows) else np.sort(rows)
                 cost += len(array.held_among(array.blocks_of(in_order))) * BLOCK_BYTES
         return cost
-
-    def _row_size(self, shard: Shard) -> int:
-        if shard.row_size < 0:
-            raise ValueMismatchError(f"{shard.spec} on {self.task}: a scalar has no rows")
-        return shard.row_size
 
     # What is done.
 
@@ -197,9 +193,9 @@ class RowTable(ShardTable):
             BusyError: If an update of it is under way.
         """
         shard = self._idle(key)
-        size = self._row_size(shard)
+        self.row_bytes(key)  # it has some
         self._count(shard, range(start, stop))
-        return shard.values.export(start * size, stop * size)
+        return shard.values.export(start * shard.row_size, stop * shard.row_size)
 
     def read_rows(self, key: Key, rows: np.ndarray, out: np.ndarray) -> Work:
         """Start to copy rows of a shard, all of one version.
@@ -383,8 +379,7 @@ class RowTable(ShardTable):
         rule = self._optimizer(optimizer_id).rule.for_variable(shard.spec.variable)
         self._slots(shard, optimizer_id)
         yield from self._lay_out(shard)
-        arrays = [self._rows(shard.values)]
-        arrays += [self._rows(slot) for slot in self._slots(shard, optimizer_id)]
+        arrays = [*map(self._rows, (shard.values, *self._slots(shard, optimizer_id)))]
         for array in arrays:
             yield from self._free(array, rows)
         apart: list[tuple[np.ndarray, list[np.ndarray]]] = []

@@ -201,7 +201,6 @@ five-hundredth of it."""
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
-_NO_BYTES = ctypes.c_char * 0
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows it from 3.13 on
 
 Layout = tuple[tuple[int, int], ...]
@@ -219,10 +218,8 @@ def root_of(memory: memoryview) -> np.ndarray:
 
 def address_of(view: memoryview) -> int:
     """Return where in this process a view begins."""
-    if view.readonly:
-        address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-        return address
-    return ctypes.addressof(_NO_BYTES.from_buffer(view))  # takes a sixth of the time
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 class Windows:
