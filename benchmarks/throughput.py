@@ -41,7 +41,7 @@ import psync
 
 NUM_PS = NUM_WORKERS = 2
 MIB, GIB = 1 << 20, 1 << 30
-PACKAGES = ("psync", "numpy", "uvloop", "msgpack")
+PACKAGES = ("psync", "numpy", "uvloop", "msgspec")
 
 
 @dataclass(frozen=True)

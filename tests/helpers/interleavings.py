@@ -15,8 +15,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from psync.client.counters import PulledSteps
 from psync.net.connection import AsIfFrom, OwnRequest
@@ -241,7 +241,7 @@ class World:
         if not self.state.rule:
             closer.steps.define(GROUP, self.cluster.config, 0)
             return closer
-        closer.steps.restore(msgpack.unpackb(self.state.rule), {GROUP: self.cluster.config})
+        closer.steps.restore(msgpack.decode(self.state.rule), {GROUP: self.cluster.config})
         for key, local, held, push, attempt in here:
             closer._here[key] = known = _Here(local, set(held))
             if push is not None:
@@ -281,7 +281,7 @@ class World:
             for _, group in made["groups"]:  # counters would only make states differ
                 group |= {"counts": [], "staleness": [], "steps": [0, 0]}
                 group["tokens"][-3:] = [0, 0, 0]
-            rule, is_settled = msgpack.packb(made), steps.is_settled
+            rule, is_settled = msgpack.encode(made), steps.is_settled
             closing = tuple((each.step, _hashable(each.pushes)) for each in steps.closing())
             here = tuple(
                 (key, each.local_step, tuple(each.held), *_waiting(each.waits))

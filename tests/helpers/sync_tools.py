@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 from psync.errors import PsyncError
 from psync.store.sync_config import SyncConfig
@@ -48,7 +48,7 @@ class Pair:
 
     def copy(self) -> None:
         """Send a snapshot to a new backup."""
-        state = msgpack.unpackb(msgpack.packb(self.rule.snapshot()))
+        state = msgpack.decode(msgpack.encode(self.rule.snapshot()))
         self._backup = SyncSteps(self._others)
         self._backup.restore(state, self.configs)
         self._compare([], [])

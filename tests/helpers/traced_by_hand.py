@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 from psync.net.trace_file import Reading
 from psync.wire.codec import Message, encode
@@ -43,10 +43,10 @@ class ByHand:
 
     def reading(self, at: float, lost: int = 0, within: float = 1.0) -> Reading:
         """What there is, and no more of it afterwards; on its way for so long, there and back."""
-        chunks, self.entries = [msgpack.packb(self.entries)] if self.entries else [], []
+        chunks, self.entries = [msgpack.encode(self.entries)] if self.entries else [], []
         links, self._links = list(self._links.items()), {}
         facts, self.facts = self.facts, {}
-        body = msgpack.packb(
+        body = msgpack.encode(
             {"origin": self._origin, "at": at + self._ahead, "lost": lost, "chunks": chunks,
              "connections": links, "facts": facts}
         )  # fmt: skip
@@ -55,8 +55,8 @@ class ByHand:
 
 def entries_of(body: bytes) -> list[Any]:
     """What a task has recorded, unpacked."""
-    chunks = msgpack.unpackb(body, strict_map_key=False)["chunks"]
-    return [each for chunk in chunks for each in msgpack.unpackb(chunk, strict_map_key=False)]
+    chunks = msgpack.decode(body)["chunks"]
+    return [each for chunk in chunks for each in msgpack.decode(chunk)]
 
 
 def exchange(

@@ -7,9 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
+from msgspec import msgpack
 
 import psync
 from endpoints import PS, SECRET, connected, done
@@ -33,7 +33,7 @@ def new_recorder(**options: Any) -> SpanRecorder:
 
 def read(recorder: SpanRecorder, name: str = "r", *, last: bool = False) -> dict[str, Any]:
     body = recorder.read(name, last=last)
-    reading: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+    reading: dict[str, Any] = msgpack.decode(body)
     return {**reading, "entries": entries_of(body)}
 
 

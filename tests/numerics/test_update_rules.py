@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 import own_rules
 from loops import for_each
@@ -417,7 +417,7 @@ def test_every_rule_is_in_the_table_of_the_tests() -> None:
 @for_each("rule", RULES)
 def test_survives_the_wire(rule: str) -> None:
     made = RULES[rule]
-    config = msgpack.unpackb(msgpack.packb(made.to_config()))
+    config = msgpack.decode(msgpack.encode(made.to_config()))
     rebuilt = rule_from_config(config)
     assert type(rebuilt) is type(made)
     assert rebuilt.to_config() == made.to_config()
@@ -427,7 +427,7 @@ def test_survives_the_wire(rule: str) -> None:
 
 def test_options_travel_with_the_rule() -> None:
     options = RuleOptions(0.5, None, None, 2.0, 4, ("a",), ("b", "c"))
-    config = msgpack.unpackb(msgpack.packb(SGD().with_options(options).to_config()))
+    config = msgpack.decode(msgpack.encode(SGD().with_options(options).to_config()))
     assert config["weight_decay"] == 0.5
     assert config["gradient_accumulation_steps"] == 4
     assert rule_from_config(config).options == options
@@ -483,7 +483,7 @@ def registry() -> Iterator[None]:
 @pytest.mark.usefixtures("registry")
 def test_what_is_registered_is_listed_in_order_and_survives_the_wire() -> None:
     rule = own_rules.Momentum(own_rules.Halving(0.5), momentum=0.25)
-    config = msgpack.unpackb(msgpack.packb(rule.to_config()))
+    config = msgpack.decode(msgpack.encode(rule.to_config()))
     rebuilt = rule_from_config(config)
     assert type(rebuilt) is own_rules.Momentum
     assert rebuilt.to_config() == config

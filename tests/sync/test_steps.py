@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from psync.errors import (
     ConfigurationError,
@@ -274,7 +274,7 @@ def test_a_push_comes_back_from_its_snapshot(closure: int | None, *, is_answered
     push = Push(contribution, "accepted", 0, partial=True, count=2)
     if is_answered:
         push.answer = Answer(GROUP, one.replica, 3, "accepted", 0, 4, True, 2)
-    back = Push.restored(GROUP, msgpack.unpackb(msgpack.packb(push.snapshot())))
+    back = Push.restored(GROUP, msgpack.decode(msgpack.encode(push.snapshot())))
     assert back.contribution == contribution
     assert (back.outcome, back.staleness, back.partial, back.count) == ("accepted", 0, True, 2)
     assert back.answer == push.answer

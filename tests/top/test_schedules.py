@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 import own_rules
 from psync import schedules
@@ -126,7 +126,7 @@ class TestFormulas:
 class TestConfig:
     @of_each
     def test_survives_the_wire(self, schedule: Schedule) -> None:
-        config = msgpack.unpackb(msgpack.packb(schedule.to_config()))
+        config = msgpack.decode(msgpack.encode(schedule.to_config()))
         assert from_config(config) == schedule
 
     def test_holds_kind_and_arguments_by_name(self) -> None:

@@ -6,11 +6,11 @@ import contextlib
 import tracemalloc
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from psync.errors import LocalProtocolError, RemoteProtocolError
 from psync.wire.codec import Message, check, decode, encode
@@ -50,7 +50,7 @@ FULL = Everything(
 def values(**changed: object) -> bytes:
     fields = {name: getattr(FULL, name) for name in FULL.__struct_fields__}
     assert set(changed) <= set(fields)
-    packed: bytes = msgpack.packb([10, *{**fields, **changed}.values()])
+    packed: bytes = msgpack.encode([10, *{**fields, **changed}.values()])
     return packed
 
 
@@ -115,7 +115,7 @@ class Rows(Message, code=13):
 )
 def test_rows_come_back(rows: list[Any]) -> None:
     expected = [(number, pair and tuple(pair), few) for number, pair, few in rows]
-    assert decode(msgpack.packb([13, rows])) == Rows(expected)
+    assert decode(msgpack.encode([13, rows])) == Rows(expected)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_one_wrong_row_is_found_anywhere(wrong: object, place: int) -> None:
     rows: list[Any] = [[1, ["a", "b"], [2]], [3, None, []]] * 25
     rows.insert(place, wrong)
     with pytest.raises(RemoteProtocolError, match=r"^Rows.rows: expected list\[tuple\[int, "):
-        decode(msgpack.packb([13, rows]))
+        decode(msgpack.encode([13, rows]))
 
 
 def test_a_long_value_is_told_in_short() -> None:
@@ -180,7 +180,7 @@ def test_depth_is_an_error_and_not_an_end_of_the_stack(depth: int) -> None:
     nested = b"\x91" * depth + b"\xc0"
     with pytest.raises(RemoteProtocolError):
         decode(nested)
-    deep = values()[: -len(msgpack.packb(FULL.anything))] + nested
+    deep = values()[: -len(msgpack.encode(FULL.anything))] + nested
     with contextlib.suppress(RemoteProtocolError):
         decode(deep)
     with contextlib.suppress(RemoteProtocolError):

@@ -56,7 +56,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-import msgpack
+from msgspec import msgpack
 
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, until_lost
@@ -172,11 +172,11 @@ class Part(ABC):
     async def _exchange(self, seen: int) -> None:
         """Post the value, and take the news once there are some that were not seen."""
         post = Post(seen, self._forgets)
-        asking = ask(self.ps.links[0], post, Posted, [msgpack.packb(self._value())])
+        asking = ask(self.ps.links[0], post, Posted, [msgpack.encode(self._value())])
         posted, values = await asking
         if posted.version >= self._seen:
             self._seen, self._served = posted.version, posted.coordinator
-            said = zip(posted.tasks, map(msgpack.unpackb, values), strict=True)
+            said = zip(posted.tasks, map(msgpack.decode, values), strict=True)
             self._said = {name: (is_here, value) for (name, is_here), value in said}
 
     async def tell(self) -> None:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.connection import Connection, Request, Tap
@@ -166,7 +166,7 @@ class SpanRecorder:
         reader.connections = len(self._connections)
         if last:
             self._leave(name)
-        return msgpack.packb(reading)  # type: ignore[no-any-return]
+        return msgpack.encode(reading)
 
     def close(self) -> None:
         """Forget all readers, and stop recording."""
@@ -215,7 +215,7 @@ class SpanRecorder:
         """Move new entries into the ring, and drop the oldest ones if it is full."""
         if not self._fresh:
             return
-        body = msgpack.packb(self._fresh)
+        body = msgpack.encode(self._fresh)
         self._chunks.append((self._count, body))
         self._count += len(self._fresh)
         self._fresh.clear()

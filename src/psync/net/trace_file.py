@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
-import msgpack
 import numpy as np
+from msgspec import msgpack
 
 from psync.errors import PsyncError
 from psync.wire import messages
@@ -109,7 +109,7 @@ class TaskLog:
         self.facts.update(reading["facts"])
         self._links.update(reading["connections"])
         for chunk in reading["chunks"]:
-            entries = msgpack.unpackb(chunk, strict_map_key=False)
+            entries = msgpack.decode(chunk)
             self.begin = min(self.begin, entries[0][0])
             for entry in entries:
                 if isinstance(entry[1], int):
@@ -147,7 +147,7 @@ def logs_of(readings: Iterable[Reading]) -> list[TaskLog]:
     """Return the log of each process, in the order of their first readings."""
     logs: dict[tuple[str, str], TaskLog] = {}
     for task, body, asked, got in readings:
-        reading = msgpack.unpackb(body, strict_map_key=False)
+        reading = msgpack.decode(body)
         at = reading["at"]
         log = logs.setdefault((task, reading["origin"]), TaskLog(task, at, at))
         log.add(reading)

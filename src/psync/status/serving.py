@@ -18,7 +18,7 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-import msgpack
+from msgspec import msgpack
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.platform import Platform, flag
@@ -111,7 +111,7 @@ class ServedStatus:
             return (await self.source.status()).to_json().encode()
         reader = question["reader"]
         readings = await self.source.spans.read_all(reader, last="last" in question)
-        body: bytes = msgpack.packb(readings)
+        body: bytes = msgpack.encode(readings)
         return body
 
     async def _metrics(self) -> str:
@@ -155,8 +155,8 @@ class StatusReader:
         """Return what tasks have recorded; see ``SpanCollector``, and ``read`` for errors."""
         body = await self._ask(reader=name, **({"last": 1} if last else {}))
         try:
-            return [Reading(*reading) for reading in msgpack.unpackb(body)]
-        except (ValueError, TypeError, msgpack.UnpackException) as exc:
+            return [Reading(*reading) for reading in msgpack.decode(body)]
+        except (ValueError, TypeError) as exc:
             raise RemoteProtocolError(f"{self._who}: expected parts of a trace") from exc
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 from psync.backups.primary import BackupService, Live, PsProcess, Section
 from psync.cluster import parse_task_name
@@ -265,7 +265,7 @@ class PsServices:
         used; counters.
         """
         state = [section.control() for section in self.sections]
-        return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
+        return hashlib.blake2b(msgpack.encode(state), digest_size=16).digest()
 
     # What a backup begins with.
 
@@ -273,13 +273,13 @@ class PsServices:
         """Return what no snapshot has. Cancellation: safe."""
         arrays: list[memoryview] = []
         sections = [await each.live(arrays) for each in self.sections]
-        state = msgpack.packb((plans, sections, [len(each) for each in arrays]))
+        state = msgpack.encode((plans, sections, [len(each) for each in arrays]))
         return Live(state, [each for each in arrays if each])
 
     async def _restore(self, request: Request[BeginBackup]) -> None:
         """Be, on a backup, where that is which has returned this."""
         packed, *present = request.segments
-        plans, sections, lengths = msgpack.unpackb(packed)
+        plans, sections, lengths = msgpack.decode(packed)
         for task, incarnation, header in plans:
             self.plans.restore((task, incarnation), header)
         left = iter(present)

@@ -30,8 +30,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
+from msgspec import msgpack
 
 from psync.errors import ConfigurationError
 from psync.numerics.sums import MeanGradient
@@ -57,7 +57,6 @@ LOGGED = (
 """Every method of a store that changes it."""
 
 _LENGTH = struct.Struct("<I")
-_packer = msgpack.Packer()
 
 
 class ApplyLog:
@@ -81,7 +80,7 @@ class ApplyLog:
 
     def write(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """Append a record."""
-        record = _packer.pack([name, _plain(arguments), _plain(dict(options))])
+        record = msgpack.encode([name, _plain(arguments), _plain(dict(options))])
         os.write(self._fd, _LENGTH.pack(len(record)) + record)
 
     def adopt(self, store: ShardStore) -> None:
@@ -214,7 +213,7 @@ def read_log(path: Path | str) -> Iterator[tuple[str, tuple[Any, ...], dict[str,
         at += _LENGTH.size
         if at + length > len(data):
             return
-        name, arguments, options = msgpack.unpackb(data[at : at + length])
+        name, arguments, options = msgpack.decode(data[at : at + length])
         at += length
         yield name, _made(arguments), _made(options)
 
