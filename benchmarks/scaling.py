@@ -9,6 +9,8 @@ Prints a table, and writes ``scaling.json`` and ``scaling.svg``: on the y-axis i
 
 ``processes``        1 to 64 worker processes, 2 ps: an empty closure, a step of all together
 ``here``             1 to 1,000 workers in one process: CPU of a closure, a step, a first step
+``wide``             2 to 8 ps, twice as many workers: CPU of a synchronous step, of ps 0, of others
+``wide_here``        25 to 200 workers and 16 ps in one process: CPU of a synchronous step
 ``variables``        1 to 10,000 of 64 bytes: CPU and time of one, pulled and pushed; its creation
 ``shards``           1 to 64, of a variable of 4 MiB on 2 ps: the step
 ``ps``               1 to 64 tasks with 1 KiB each: the step, for each of them
@@ -73,6 +75,17 @@ CURVES = {
             "step, one process; µs of CPU": ("step",),
             "first step, one process; µs of CPU": ("first step",),
         },
+        lambda size: PROCESS_BYTES + size * MIB,
+    ),
+    "wide": Curve(
+        scaling_points.wide, "ps tasks, with twice as many workers", (2, 4, 8), (2, 4),
+        {"synchronous step, wide; µs of CPU": ("all", "ps 0", "another")},
+        lambda size: (3 * size + 1) * PROCESS_BYTES,
+    ),
+    "wide_here": Curve(
+        scaling_points.wide_here, "workers in one process, 16 ps tasks", (25, 50, 100, 200),
+        (25, 100),
+        {"synchronous step, one process; µs of CPU, for each worker": ("a worker",)},
         lambda size: PROCESS_BYTES + size * MIB,
     ),
     "variables": Curve(

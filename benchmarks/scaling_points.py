@@ -12,14 +12,17 @@ of them hold. So these points measure twice: as it is, and with the collector sw
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 from throughput import check
 
 import psync
+from psync.bench.peers import cpu_seconds_below
 from psync.net.connection import Connection
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -170,6 +173,72 @@ def uncollected():
         yield
     finally:
         gc.enable()
+
+
+async def synchronous(coordinator, strategy, num_ps, num_workers, steps, cpu):
+    """Take synchronous steps, with 4 KiB on each ps; return what ``cpu`` says, for each step."""
+    with strategy.scope():
+        model = [
+            psync.Variable(zeros, shape=(KIB,), dtype=np.float32, name=f"v{number}")
+            for number in range(num_ps)
+        ]
+        counter = psync.get_or_create_global_step()
+    optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), num_workers)
+
+    async def work(count):
+        pairs = [(np.ones(variable.shape, np.float32), variable) for variable in model]
+        for _ in range(count):
+            await psync.pull(model)
+            await optimizer.apply_gradients(pairs, counter)
+
+    async def run(count):
+        for _ in range(num_workers):
+            coordinator.schedule(work, args=(count,))
+        await coordinator.join()
+
+    await run(3)
+    before = cpu()
+    await run(steps)
+    after = cpu()
+    for variable in model:
+        value = await variable.read()
+        check((value == -3.0 - steps).all(), f"{variable.name}: expected {-3 - steps} everywhere")
+    return {task: (after[task] - before[task]) / steps * 1e6 for task in before}
+
+
+def cpu_of_tasks():
+    """Return the seconds of CPU of each task below this process, by job and index."""
+    spent = {}
+    for pid, seconds in cpu_seconds_below(os.getpid()).items():
+        environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        for line in environ:
+            if line.startswith("TF_CONFIG="):
+                task = json.loads(line.removeprefix("TF_CONFIG="))["task"]
+                spent[task["type"], task["index"]] = seconds
+    return spent
+
+
+async def wide(size, quick):
+    """Synchronous steps of ``size`` ps tasks and twice as many workers, each a process."""
+    async with training(size, 2 * size) as (_, strategy, coordinator):
+        spent = await synchronous(
+            coordinator, strategy, size, 2 * size, 100 if quick else 300, cpu_of_tasks
+        )
+    others = [cost for (job, index), cost in spent.items() if job == "ps" and index]
+    return {
+        "all tasks": sum(spent.values()), "ps 0": spent["ps", 0],
+        "another ps": sum(others) / len(others),
+    }  # fmt: skip
+
+
+async def wide_here(size, quick):
+    """Synchronous steps of ``size`` workers and 16 ps tasks in one process."""
+    async with training(16, size, processes=False) as (_, strategy, coordinator):
+        steps = max(3, (600 if quick else 2_000) // size)
+        cpu = await synchronous(
+            coordinator, strategy, 16, size, steps, lambda: {"": time.process_time()}
+        )
+    return {"a worker's share": cpu[""] / size}
 
 
 async def variables(size, quick):
