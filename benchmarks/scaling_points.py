@@ -176,10 +176,10 @@ def uncollected():
 
 
 async def synchronous(coordinator, strategy, num_ps, num_workers, steps, cpu):
-    """Take synchronous steps, with 4 KiB on each ps; return what ``cpu`` says, for each step."""
+    """Take synchronous steps, with 64 KiB on each ps; return what ``cpu`` says, for each step."""
     with strategy.scope():
         model = [
-            psync.Variable(zeros, shape=(KIB,), dtype=np.float32, name=f"v{number}")
+            psync.Variable(zeros, shape=(16 * KIB,), dtype=np.float32, name=f"v{number}")
             for number in range(num_ps)
         ]
         counter = psync.get_or_create_global_step()
