@@ -154,7 +154,6 @@ class Plan:
     layout: int = -1  # of the store when it was settled
     runs: list[Run] = field(default_factory=list)
     repeats: bool = False  # whether a shard is among them twice
-    is_joined: bool = False  # whether views of runs are other ones than those of shards
     # By optimizer, of each run: where its slots lie; None: not side by side.
     slots: dict[int, list[list[Run] | None]] = field(default_factory=dict)
 
@@ -557,9 +556,6 @@ class ShardStore(RowTable):
             last.stop = values.start + values.size
         _note_further(plan.runs)
         plan.repeats = len({*plan.keys}) < len(plan.keys)
-        plan.is_joined = any(
-            len(run.shards) > 1 or run.shards[0].values.num_blocks != 1 for run in plan.runs
-        )
         plan.layout = self.layout
 
     def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[list[Run] | None]:
