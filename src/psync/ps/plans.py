@@ -295,7 +295,7 @@ class ShardSet:
 
     def gradients(
         self, store: ShardStore, optimizer: int, body: Body, counts: Sequence[int] | None = None
-    ) -> Sequence[np.ndarray | RowValues]:
+    ) -> Sequence[np.ndarray | RowValues] | Adjacent:
         """Return each shard's gradient in a body, checked as ``store.check_apply`` does.
 
         Args:

@@ -148,7 +148,8 @@ class PsUpdate(msgspec.Struct, eq=False):
     store: ShardStore
     step: int = 0
     others: tuple[int, ...] = ()  # ps tasks with a part of a push that is counted here
-    operands: Sequence[np.ndarray | RowValues] = ()  # the body as arrays, checked; one per shard
+    # The body as arrays, checked; one per shard.
+    operands: Sequence[np.ndarray | RowValues] | Adjacent = ()
     runs: Sequence[slice] = ()  # of shards updated together; (): each by itself
     costs: Sequence[int] = ()  # bytes that each run or shard's update touches
     nbytes: int = 0  # of all, less what shards do not cost that are updated together

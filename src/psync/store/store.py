@@ -75,7 +75,7 @@ def ones(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return made
 
 
-class Adjacent(Sequence[np.ndarray]):
+class Adjacent(msgspec.Struct, frozen=True, eq=False):
     """Arrays that lie side by side in one.
 
     Args:
@@ -83,11 +83,8 @@ class Adjacent(Sequence[np.ndarray]):
         parts: Where each one lies, in order and without gaps.
     """
 
-    __slots__ = ("parts", "whole")
-
-    def __init__(self, whole: np.ndarray, parts: Sequence[slice]) -> None:
-        self.whole = whole
-        self.parts = parts
+    whole: np.ndarray
+    parts: Sequence[slice]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -110,10 +107,14 @@ class Adjacent(Sequence[np.ndarray]):
         return self.whole[self.parts[first].start : self.parts[end - 1].stop]
 
 
+Gradients = Sequence[np.ndarray] | Adjacent
+"""One for each of several shards."""
+
+
 class Means(msgspec.Struct, frozen=True, eq=False):
     """The means of several pushes' gradients, one for each shard, or one for several at once."""
 
-    pushes: Sequence[Sequence[np.ndarray]]
+    pushes: Sequence[Gradients]
     weights: Sequence[float]
     reduction: Reduction
     scratch: Scratch
@@ -414,7 +415,7 @@ class ShardStore(RowTable):
 
     def means_of(
         self,
-        pushes: Sequence[Sequence[np.ndarray]],
+        pushes: Sequence[Gradients],
         weights: Sequence[float],
         reduction: Reduction = "mean",
     ) -> Means:
@@ -436,7 +437,7 @@ class ShardStore(RowTable):
         self,
         optimizer_id: int,
         shards: Plan | Sequence[Key],
-        gradients: Sequence[np.ndarray] | Means,
+        gradients: Gradients | Means,
         step: int,
     ) -> None:
         """Do ``apply_checked`` on idle shards that are small, to the end.
@@ -482,7 +483,7 @@ class ShardStore(RowTable):
         optimizer_id: int,
         runs: Sequence[Run],
         slots: Sequence[list[Run] | None],
-        gradients: Sequence[np.ndarray] | Means,
+        gradients: Gradients | Means,
     ) -> Iterator[Part]:
         """Yield part after part: means lie in the same memory, one after the other."""
         position = 0
@@ -761,11 +762,11 @@ class ShardStore(RowTable):
         }
 
 
-def _of_shard(gradients: Sequence[np.ndarray] | Means, position: int) -> np.ndarray | MeanGradient:
+def _of_shard(gradients: Gradients | Means, position: int) -> np.ndarray | MeanGradient:
     return gradients.of_shard(position) if isinstance(gradients, Means) else gradients[position]
 
 
-def _side_by_side(gradients: Sequence[np.ndarray], run: Run, first: int, end: int) -> np.ndarray:
+def _side_by_side(gradients: Gradients, run: Run, first: int, end: int) -> np.ndarray:
     """Return the gradients of a run's shards, from the ``first`` on, as one array."""
     if isinstance(gradients, Adjacent):
         return gradients.between(first, end)
