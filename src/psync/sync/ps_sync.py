@@ -108,6 +108,7 @@ class PsSync:
     Attributes:
         groups: By the numbers that connections use.
         check: Called with the configuration of a new group, which it may refuse.
+        reserve: Reserves memory for a part that is about to arrive, see ``Staging.reserve``.
         took: What becomes of a part that has come in: it is to be an entry.
         judged: What becomes of that: the part is held, and ps 0 is told. On ps 0 the rule decides.
             Answers, if it refuses the part; raises nothing.
