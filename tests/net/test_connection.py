@@ -583,6 +583,9 @@ async def test_what_is_above_the_limits_is_not_sent_by_either_side() -> None:
             assert caught.value.__notes__ == [f"while sending Update to {PS}"]
         with pytest.raises(LocalProtocolError, match="header of 3005 bytes, at most 2000"):
             await pair.peer.call(FetchFunction(bytes(3000)))
+        with pytest.raises(LocalProtocolError, match=r"^FinalBelow cannot be encoded: ") as caught:
+            await pair.peer.call(FinalBelow(1 << 70))
+        assert caught.value.__notes__ == [f"while sending FinalBelow to {PS}"]
         assert pair.peer.bytes_sent == before
         assert len(pair.peer._calls) == 0
         with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):

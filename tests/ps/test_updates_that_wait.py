@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from psync.testing import settle
 from psync.wire.limits import Limits
 from psync.wire.messages import DefinePlan, LockShards, UnlockShards, Update
 from stage import Stage, planned
+from sync_tools import config
 
 W = (0, 0)
 HOLDER, WORKER = ("/job:worker/task:1", 1001), ("/job:worker/task:0", 1000)
@@ -118,16 +120,20 @@ async def test_small_updates_that_wait_for_a_lock_are_bounded_unless_their_sende
 
 
 @pytest.mark.virtual_time
-async def test_no_cut_waits_for_one_that_is_refused_for_its_size() -> None:
+@pytest.mark.parametrize("variable_set", [b"", b"set"])
+async def test_no_cut_waits_for_one_that_is_refused_for_its_size(variable_set: bytes) -> None:
+    """Of a synchronous part, which no cut waits for, the ledger knows nothing."""
     stage = Stage()
     await stage.begin()
     stage.create(W, "w", np.zeros(2, np.float32))
-    stage.serving.services.store.define_optimizer(1, SGD(1.0).to_config())
+    rule = SGD(1.0).to_config()
+    known = replace(config(1), optimizer=rule).to_config() if variable_set else rule
+    plan = planned(DefinePlan(0, [W], 1, known, variable_set=variable_set))
     said: list[Any] = []
-    stage.ask(WORKER, push(W), [bytes(12)], said.append)
+    stage.ask(WORKER, Update(1, 0, -1, 0, plan.plan), [bytes(12)], said.append)
     await settle()
     assert [type(each) for each in said] == [ValueMismatchError]
-    assert stage.serving.services.ledger.is_settled(WORKER, 1)
+    assert stage.serving.services.ledger.is_settled(WORKER, 1) is not bool(variable_set)
     await stage.close()
 
 

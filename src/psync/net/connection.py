@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from psync.errors import (
     ConnectionLost,
@@ -45,7 +45,7 @@ from psync.errors import (
 from psync.net.shared.bodies import Loan, Sharing, Waker
 from psync.net.shared.doors import SideChannel
 from psync.net.transport import name_of, set_options
-from psync.wire.codec import Message, decode, encode
+from psync.wire.codec import UNENCODABLE, Message, encode, header_decoder, to_header, undecodable
 from psync.wire.frames import (
     LENT_ABOVE_BYTES,
     MAGIC,
@@ -65,7 +65,7 @@ from psync.wire.frames import (
 )
 from psync.wire.handshake import BULK, Handshake, State
 from psync.wire.limits import HANDSHAKE_LIMITS
-from psync.wire.messages import Failure, Refused
+from psync.wire.messages import Done, Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.tensors import Joined
 
@@ -82,6 +82,7 @@ RETURN_WITHIN_S = 0.005
 once it would cost as much as a message of its own, at both ends, and a timer for each body."""
 
 _NONE: Sequence[Any] = ()  # neither segments nor extents
+_OVER = Done()
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR, _NOTIFY = map(int, (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY))
@@ -132,23 +133,27 @@ class Request(Frame, Generic[M]):
     def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Answer; nothing if that is over. To a notification nothing is sent."""
         is_over, self.over = self.over, True
-        peer = self.peer
+        peer, number = self.peer, self.request_id
         # One that has waited goes out at once: others of this turn are still to be answered.
-        has_waited = self.is_held
-        if has_waited:
-            peer.release(self)
-        if self.request_id and not is_over:
+        has_waited, self.is_held = self.is_held, False
+        if has_waited:  # nobody works on its body any more
+            if peer._serving.get(number) is self:
+                del peer._serving[number]
+            peer._unfinished_bytes -= self.nbytes
+            if peer._pauses:
+                peer._pause_or_go_on()
+        if number and not is_over:
             at_once = has_waited and not self.in_coroutine
             try:
-                peer.send(_REPLY, self.request_id, message, segments, at_once=at_once)
+                peer.send(_REPLY, number, message, segments, at_once=at_once)
             except Exception as exc:  # it cannot be made; who waits must hear of it
-                peer.send(_ERROR, self.request_id, failure_of(exc))
+                peer.send(_ERROR, number, failure_of(exc))
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error; nothing if that is over. A notification ends the connection."""
         is_over, self.over = self.over, True
         if self.is_held:
-            self.peer.release(self)
+            self.answer(_OVER)  # its body counts no more; nothing is sent
         if is_over:
             return
         if self.request_id:
@@ -210,7 +215,7 @@ class Request(Frame, Generic[M]):
             return
         # Who is not told works on it until it is answered all the same: so long its body counts.
         if self.is_held and (self.on_given_up is not None or self.peer.is_closed):
-            self.peer.release(self)
+            self.answer(_OVER)  # its body counts no more; nothing is sent
         if self.on_given_up is not None:
             self.on_given_up(self)
 
@@ -218,7 +223,7 @@ class Request(Frame, Generic[M]):
         self.in_coroutine, self.task = False, None
         work.close()  # if the task was cancelled before its first step
         if self.is_held and (self.over or not self.request_id):
-            self.peer.release(self)
+            self.answer(_OVER)  # its body counts no more; nothing is sent
 
 
 class OwnRequest(Request[M]):
@@ -538,8 +543,22 @@ class Connection(asyncio.BufferedProtocol):
                 kind = frame.kind
                 if self.tap is not None and kind not in (_RETURN, _FORGET):
                     self.tap(kind, frame.request_id, frame.header, frame.nbytes)
+                if frame.message is None and _REQUEST <= kind <= _NOTIFY:  # it has no body
+                    try:
+                        frame.message = header_decoder()(frame.header)
+                    except Exception as exc:
+                        raise undecodable(frame.header, exc) from exc
                 if kind == _REPLY or kind == _ERROR:
-                    self._settle(frame)
+                    if frame.request_id in self._calls:  # else we gave up
+                        outcome = frame if kind == _REPLY else self._failure(frame.message)
+                        # Not before: what is there fails with the connection.
+                        then, *_ = self._calls.pop(frame.request_id)
+                        if not isinstance(then, asyncio.Future):
+                            then(outcome)
+                        elif outcome is frame and not then.done():
+                            then.set_result(frame)
+                        else:
+                            _tell(then, outcome)
                 elif kind == _REQUEST or kind == _NOTIFY:
                     self._serve(frame)  # type: ignore[arg-type]  # the decoder makes these
                 else:
@@ -588,51 +607,28 @@ class Connection(asyncio.BufferedProtocol):
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
 
-    def _settle(self, frame: Frame) -> None:
-        """A reply is there, or an error."""
-        number = frame.request_id
-        if number not in self._calls:  # we gave up
-            return
-        outcome: Frame | Exception = frame
-        if frame.kind == _ERROR:
-            failure = decode(frame.header)
-            if not isinstance(failure, Failure):
-                raise RemoteProtocolError(f"got {type(failure).__name__} in a frame ERROR")
-            outcome = exception_of(failure, self.task)
-        elif frame.message is None:
-            frame.message = decode(frame.header)
-        then = self._calls.pop(number)[0]  # not before: what is there fails with the connection
-        if not isinstance(then, asyncio.Future):
-            then(outcome)
-        elif outcome is frame and not then.done():
-            then.set_result(frame)
-        else:
-            _tell(then, outcome)
+    def _failure(self, message: Message) -> Exception:
+        if not isinstance(message, Failure):
+            raise RemoteProtocolError(f"got {type(message).__name__} in a frame ERROR")
+        return exception_of(message, self.task)
 
     # Where bodies go.
 
     def _sink(self, frame: Frame) -> Sequence[memoryview] | None:
-        kind = frame.kind
+        kind, call = frame.kind, None
         if kind == _REPLY:
             call = self._calls.get(frame.request_id)
-            if call is None:
+            if call is None:  # we gave up
                 return None
-            then, into, _ = call
-            if into is not None:
-                frame.token = frame.request_id
-                frame.message = decode(frame.header)
-                try:
-                    views = into(frame.message, frame.lengths, frame.borrowed)
-                    if sum(map(len, views)) != frame.nbytes:
-                        raise _misfit(views, frame)
-                    return views
-                except Exception as exc:
-                    del self._calls[frame.request_id]
-                    _tell(then, exc)
-                    return None
-        elif kind == _REQUEST or kind == _NOTIFY:
+        elif kind != _REQUEST and kind != _NOTIFY:
+            raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
+        try:
+            frame.message = header_decoder()(frame.header)
+        except Exception as exc:
+            raise undecodable(frame.header, exc) from exc
+        if call is None:
             assert isinstance(frame, Request)
-            frame.message, frame.peer = decode(frame.header), self
+            frame.peer = self
             handler = self._handlers.get(type(frame.message))
             if handler is None:
                 raise self._unserved(frame.message)
@@ -646,8 +642,17 @@ class Connection(asyncio.BufferedProtocol):
                 except Exception as exc:
                     frame.token = exc
                     return None
-        else:
-            raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
+        elif call[1] is not None:
+            frame.token = frame.request_id
+            try:
+                views = call[1](frame.message, frame.lengths, frame.borrowed)
+                if sum(map(len, views)) != frame.nbytes:
+                    raise _misfit(views, frame)
+                return views
+            except Exception as exc:
+                del self._calls[frame.request_id]
+                _tell(call[0], exc)
+                return None
         segments: list[memoryview] = []
         frame.segments = segments
         # Small bodies share one buffer; large segments get recycled ones of their own.
@@ -675,11 +680,8 @@ class Connection(asyncio.BufferedProtocol):
         number, message, error = request.request_id, request.message, request.token
         if (number == 0) is (request.kind == _REQUEST) or number in self._serving:
             raise RemoteProtocolError(f"request id {number} cannot be used")
-        if message is None:
-            message = request.message = decode(request.header)
-            request.peer = self
-        request.over = request.is_held = request.in_coroutine = False
-        request.task = request.on_given_up = None
+        request.peer, request.over, request.is_held = self, False, False
+        request.in_coroutine, request.task, request.on_given_up = False, None, None
         handler = self._handlers.get(type(message))
         if handler is None:
             raise self._unserved(message)
@@ -704,15 +706,6 @@ class Connection(asyncio.BufferedProtocol):
             if self._unfinished_bytes > self._limits.unfinished_bytes:
                 self._pause_or_go_on()
 
-    def release(self, request: Request[Any]) -> None:
-        """It is answered, or nobody works on it any more."""
-        request.is_held = False
-        if self._serving.get(request.request_id) is request:
-            del self._serving[request.request_id]
-        self._unfinished_bytes -= request.nbytes
-        if self._pauses:
-            self._pause_or_go_on()
-
     # What is sent.
 
     def send(
@@ -736,7 +729,10 @@ class Connection(asyncio.BufferedProtocol):
         loan: Loan | None = None
         sharing, body, nbytes = self.sharing, _NONE, 0
         try:
-            header = b"" if message is None else encode(message)
+            try:
+                header = b"" if message is None else to_header(message)
+            except UNENCODABLE:
+                header = encode(cast(Message, message))  # says so
             if type(segments) is Joined:
                 lengths, body = segments.lengths, [*filter(len, segments)]
             elif segments:

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from psync.errors import BusyError
 from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
@@ -31,8 +33,7 @@ Touches = Callable[[Any], Sequence[Key]]
 """Returns the shards, given a message, whose computes have to be done before."""
 
 
-@dataclass(slots=True, eq=False)
-class Compute:
+class Compute(msgspec.Struct, eq=False):
     """What an entry does to arrays.
 
     Args:

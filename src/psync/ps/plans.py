@@ -25,6 +25,7 @@ and no lock, so it stands before all entries that name the plan.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Client
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, Key, Plan, ShardStore, ones
+from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message, decode
 from psync.wire.messages import DefinePlan, Done
 
@@ -80,11 +82,13 @@ class ShardSet:
     optimizer: int = -1
     config: dict[str, Any] | None = None
     slot: str = ""
+    is_push: bool = False
     op: str = ""
     followed: tuple[Key, ...] = ()  # by the averages: one per shard
     wanted: ShardSet | None = None  # whose values an answer brings
     raised: Key | None = None
     variable_set: bytes = b""  # of a synchronous push
+    group: SyncConfig | None = None  # of that; None: not looked up
     others: list[int] = field(default_factory=list)
     spread: bool = False
     # What the store says.
@@ -128,6 +132,7 @@ class ShardSet:
         plan = cls.of(message.members)
         plan.number, plan.header = message.plan, header
         plan.optimizer, plan.config, plan.slot = message.optimizer, message.config, message.slot
+        plan.is_push = plan.optimizer >= 0 and not plan.slot
         plan.op = message.op
         if message.follows is not None:
             if len(message.follows) != len(plan.keys):
@@ -154,12 +159,16 @@ class ShardSet:
         Raises:
             UnknownVariableError: A shard is not there.
             ConfigurationError: The optimizer is none, or is known as another one.
+            RemoteProtocolError: The group of a synchronous push is not known yet.
             UsageError: It has no such slot.
             ValueMismatchError: What is to be raised is more than one number; or an average does
                 not fit what it follows.
         """
         if self.store is not store:
-            if self.config is not None and not self.variable_set:
+            if self.variable_set:
+                if self.group is None:
+                    raise RemoteProtocolError(f"plan {self.number} is of synchronous pushes")
+            elif self.config is not None:
                 store.define_optimizer(self.optimizer, self.config)
             self.specs = [store.spec(key) for key in self.keys]
             self.names = [spec.variable for spec in self.specs]
@@ -284,8 +293,21 @@ class ShardSet:
             return True
         return {end for _, end in self.bounds}.issuperset(itertools.accumulate(pieces))
 
-    def gradients(self, store: ShardStore, optimizer: int, body: Body) -> Sequence[np.ndarray]:
-        """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
+    def gradients(
+        self, store: ShardStore, optimizer: int, body: Body, counts: Sequence[int] | None = None
+    ) -> Sequence[np.ndarray | RowValues] | Adjacent:
+        """Return each shard's gradient in a body, checked as ``store.check_apply`` does.
+
+        Args:
+            store: That holds the shards.
+            optimizer: Which will apply them.
+            body: Of the size that ``lengths_with`` says; with ``counts`` in one piece.
+            counts: As for ``lengths_with``; None: all shards are whole.
+        """
+        if counts is not None:
+            whole = functools.partial(self._gradient, store, optimizer)
+            some = functools.partial(store.check_apply_rows, optimizer)
+            return self.row_operands(store, body, counts, whole, some)
         is_whole = self.dtype is not None and len(body) == 1
         if self.dtype is not None and is_whole and optimizer in self.optimizers:
             return Adjacent(np.asarray(body[0]).view(self.dtype), self.elements)
@@ -302,18 +324,6 @@ class ShardSet:
             return store.check_apply(optimizer, key, part)
         store.check_optimizable(optimizer, key)
         return cast(np.ndarray, Widened(bytes_of(part).view(narrow_dtype(self.compression))))
-
-    def row_gradients(
-        self, store: ShardStore, optimizer: int, body: Body, counts: Sequence[int]
-    ) -> list[np.ndarray | RowValues]:
-        """Return each shard's gradient in a body of which some are rows; all checked."""
-        return self.row_operands(
-            store,
-            body,
-            counts,
-            lambda key, part: self._gradient(store, optimizer, key, part),
-            lambda key: store.check_apply_rows(optimizer, key),
-        )
 
     def row_operands(
         self,

@@ -107,12 +107,10 @@ class PsPulls:
             if not known.slot:
                 if known.store is not self._store:
                     known.look_up(self._store)
-                values: Sequence[Segment] = self._store.read_together(known.plan)
-                if known.plan.is_joined:
-                    values = Joined.of(values, known.lengths)  # type: ignore[arg-type]
+                read = self._store.read_together(known.plan)
+                values: Sequence[Segment] = Joined.of(read, known.lengths)
             else:
-                read = self._reader(known)
-                values = [read(key) for key in known.keys]
+                values = list(map(self._reader(known), known.keys))
         except BusyError:
             request.start(self._pull_later(request, known.keys, self._reader(known)))
         else:
@@ -125,7 +123,7 @@ class PsPulls:
         except BusyError:
             return None
         self.pulls += 1
-        return Joined.of(views, known.lengths) if known.plan.is_joined else views
+        return Joined.of(views, known.lengths)
 
     def _reader(self, known: ShardSet) -> Callable[[Key], list[memoryview]]:
         store = self._store

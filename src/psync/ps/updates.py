@@ -32,6 +32,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
+import msgspec
 import numpy as np
 
 from psync.cluster import parse_task_name
@@ -60,6 +61,7 @@ from psync.store.ledger import Call, Client, Duplicate, Ledger
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
+from psync.store.sync_config import SyncConfig
 from psync.store.work import nothing
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
@@ -123,50 +125,34 @@ class PushStaleness:
 class Parts(Protocol):
     """Takes parts of synchronous pushes: ``sync.ps_sync``."""
 
-    def prepare(self, request: Request[Update], known: ShardSet) -> Sequence[memoryview]: ...
-    def arrived(self, request: Request[Update], known: ShardSet) -> None: ...
+    # Reserves memory for a part, see ``Staging.reserve``: group, client and number of its push,
+    # local step, bytes, the group.
+    reserve: Callable[[tuple[int, Client, int], int, int, SyncConfig], None]
+    took: Callable[[Request[Update], Any], None]  # takes a part that has come in
+
+    def define(self, known: ShardSet) -> None: ...
+    def part(self, known: ShardSet, client: Client, message: Update, body: Body) -> Any: ...
     def replay(self, request: Request[Update], known: ShardSet) -> None: ...
 
 
-class PsUpdate(Compute):
-    """A push, assign or average that has come in whole, and what it is applied to.
+class PsUpdate(msgspec.Struct, eq=False):
+    """A push, assign or average that has come in whole, and what it is applied to."""
 
-    It is a compute once it has been judged.
-
-    Args:
-        request: Gets the answer.
-        known: Its plan.
-        body: Of averages nothing.
-        store: Has the shards.
-    """
-
-    __slots__ = (
-        "body", "client", "costs", "is_push", "known", "message", "operands", "others",
-        "request", "runs", "step", "store", "wanted",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: Request[Update],
-        known: ShardSet,
-        body: Body,
-        store: ShardStore,
-    ) -> None:
-        self.request = request
-        self.client: Client = request.peer.client
-        self.message = request.message
-        self.known = known
-        self.is_push = known.optimizer >= 0 and not known.slot
-        self.wanted = known.wanted  # whose values its answer brings
-        self.body = body
-        self.store = store
-        self.step = 0
-        self.others: tuple[int, ...] = ()  # ps tasks with a part of a push that is counted here
-        # The body as arrays, checked; one per shard.
-        self.operands: Sequence[np.ndarray | RowValues] = ()
-        self.runs: Sequence[slice] = ()  # of shards updated together; (): each by itself
-        self.costs: Sequence[int] = known.costs  # bytes that each run or shard's update touches
-        self.nbytes = 0  # of all, less what shards do not cost that are updated together
+    request: Request[Update]  # gets the answer
+    client: Client
+    message: Update
+    known: ShardSet  # its plan
+    is_push: bool
+    wanted: ShardSet | None  # whose values its answer brings
+    body: Body  # of averages nothing
+    store: ShardStore
+    step: int = 0
+    others: tuple[int, ...] = ()  # ps tasks with a part of a push that is counted here
+    # The body as arrays, checked; one per shard.
+    operands: Sequence[np.ndarray | RowValues] | Adjacent = ()
+    runs: Sequence[slice] = ()  # of shards updated together; (): each by itself
+    costs: Sequence[int] = ()  # bytes that each run or shard's update touches
+    nbytes: int = 0  # of all, less what shards do not cost that are updated together
 
     @property
     def identity(self) -> tuple[Client, int, Call | None]:
@@ -182,16 +168,13 @@ class PsUpdate(Compute):
             here: Index of this ps.
         """
         message, store, known, body = self.message, self.store, self.known, self.body
-        optimizer, factors = known.optimizer, message.factors
+        optimizer, factors, self.costs = known.optimizer, message.factors, known.costs
         if message.rows is not None:
             self._begin_rows(message.rows)
         elif self.is_push:
             if factors is not None:
                 self._check_ratios(factors)
-            if optimizer in known.optimizers and known.dtype is not None and len(body) == 1:
-                self.operands = Adjacent(np.asarray(body[0]).view(known.dtype), known.elements)
-            else:
-                self.operands = known.gradients(store, optimizer, body)
+            self.operands = known.gradients(store, optimizer, body)
             if type(self.operands) is Adjacent and factors is None:
                 self.runs = known.runs
         elif known.followed:
@@ -219,7 +202,7 @@ class PsUpdate(Compute):
     def _begin_rows(self, counts: Sequence[int]) -> None:
         known, store, op = self.known, self.store, self.known.op
         if self.is_push:
-            self.operands = known.row_gradients(store, known.optimizer, self.body, counts)
+            self.operands = known.gradients(store, known.optimizer, self.body, counts)
         else:
             self.operands = known.row_operands(
                 store,
@@ -471,13 +454,13 @@ class PsUpdates:
 
     def _measured(self, request: Request[MeasurePush]) -> ShardSet:
         plan = self._plans.plan(request.peer.client, request.message.plan)
-        return plan.look_up(self._store)
+        return self._look_up(plan)
 
     def _measure(self, request: Request[MeasurePush]) -> None:
         known = self._measured(request)
         optimizer = known.optimizer
         whole = known.body_of(request.segments, self._task)
-        gradients = known.gradients(self._store, optimizer, whole)
+        gradients = cast(Sequence[np.ndarray], known.gradients(self._store, optimizer, whole))
 
         def step() -> int:
             return self._store.push_count(optimizer).next_step(request.message.elsewhere)
@@ -508,34 +491,41 @@ class PsUpdates:
 
     def _prepare_update(self, request: Request[Update]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        message = request.message
-        client, plans = request.peer.client, self._plans
-        known = plans.of.get(client, NO_PLANS).get(message.plan)
-        if known is not None and known.variable_set:
-            return self._sync.prepare(request, known)
+        message, client, lengths = request.message, request.peer.client, request.lengths
+        known = self._plans.of.get(client, NO_PLANS).get(message.plan)
         try:
             if known is None:
-                known = plans.plan(client, message.plan)
+                known = self._plans.plan(client, message.plan)
             if known.store is not self._store:
-                known.look_up(self._store)
-            if request.lengths != known.lengths or message.rows is not None:
-                known.check_lengths(request.lengths, self._task, message.rows)
+                self._look_up(known)
+            if lengths != known.lengths or message.rows is not None:
+                known.check_lengths(lengths, self._task, message.rows)
         except Exception as exc:
-            self._refused(request, exc)
+            self._refused(request, known, exc)
             raise
         request.token = known
+        nbytes = known.nbytes if message.rows is None else sum(lengths)
+        if known.group is not None:
+            key = known.optimizer, client, message.sequence
+            self._sync.reserve(key, message.local_step, nbytes, known.group)
         if message.rows is not None:
-            return memory_for(self._pool, sum(request.lengths), varies=True)
+            return memory_for(self._pool, nbytes, varies=True)
         if request.borrowed is not None and known.optimizer >= 0:
             is_alone = self._executor.is_alone
-            return body_in_place(request, self._pool, known, known.nbytes, is_alone=is_alone)
-        if known.nbytes < ABOVE_BYTES:
-            return (np.empty(known.nbytes, np.uint8).data,)
-        return memory_for(self._pool, known.nbytes)
+            return body_in_place(request, self._pool, known, nbytes, is_alone=is_alone)
+        if nbytes < ABOVE_BYTES:
+            return (np.empty(nbytes, np.uint8).data,)
+        return memory_for(self._pool, nbytes)
 
-    def _refused(self, request: Request[Any], error: Exception) -> None:
+    def _look_up(self, known: ShardSet) -> ShardSet:
+        if known.variable_set:
+            self._sync.define(known)
+        return known.look_up(self._store)
+
+    def _refused(self, request: Request[Any], known: ShardSet | None, error: Exception) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
-        if isinstance(error, PlanForgotten):  # it comes again
+        # It comes again; or the ledger does not know it.
+        if isinstance(error, PlanForgotten) or (known is not None and known.variable_set):
             return
         self._ledger.refuse(request.peer.client, request.message.sequence)
         self._gate.wake()
@@ -544,33 +534,38 @@ class PsUpdates:
         message, store = request.message, self._store
         known: ShardSet | None = request.token
         body = request.segments
+        client = request.peer.client
         if known is None:  # nothing has come in
-            known = self._plans.of.get(request.peer.client, NO_PLANS).get(message.plan)
-        if known is not None and known.variable_set:
-            self._sync.arrived(request, known)
-            return
+            known = self._plans.of.get(client, NO_PLANS).get(message.plan)
         try:
             # While the body came in a timeline may have ended.
             if known is None or known.store is not store:
-                known = self._plans.plan(request.peer.client, message.plan).look_up(store)
+                known = self._plans.plan(client, message.plan)
+                self._look_up(known)
             if known.followed:
                 body = ()
             elif message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
                 body = known.body_of(body, self._task, message.rows)
         except Exception as exc:
-            self._refused(request, exc)
+            self._refused(request, known, exc)
             raise
-        self._admit(PsUpdate(request, known, body, store))
+        if known.group is not None:
+            request.token, request.nbytes = known, 0  # it only waits; the part is in the budget
+            self._sync.took(request, self._sync.part(known, client, message, body))
+            return
+        update = PsUpdate(request, client, message, known, known.is_push, known.wanted, body, store)
+        self._admit(update)
 
     def _replay(self, request: Request[Update]) -> None:
         """Execute an entry: it was admitted on the primary, and nobody gets values here."""
         known = self._plans.plan(request.peer.client, request.message.plan)
+        if known.store is not self._store:
+            self._look_up(known)
         if known.variable_set:
             self._sync.replay(request, known)
             return
-        known.look_up(self._store)
-        update = PsUpdate(request, known, request.segments, self._store)
-        update.wanted = None
+        client, message, body = request.peer.client, request.message, request.segments
+        update = PsUpdate(request, client, message, known, known.is_push, None, body, self._store)
         self._submit(update)
 
     # Admission: nothing is noted of an update that waits, which has not begun.
@@ -671,22 +666,20 @@ class PsUpdates:
             answer = Pushed("accepted", 0)
             self.assigns += 1
         self._ledger.record(verdict, answer)
-        update.keys = known.needed
-        update.done = partial(self._applied, update, answer)
+        at_once = update.whole
         if update.runs and known.raised is None:
-            update.at_once = partial(
+            at_once = partial(
                 update.store.apply_at_once, known.optimizer, known.plan,
                 update.operands,  # type: ignore[arg-type]  # there are runs, so none of rows
                 update.step,
             )  # fmt: skip
-        else:
-            update.at_once = update.whole
-        update.in_pieces = partial(self._work.shard_by_shard, update.costs, update.work)
-        return update
+        return Compute(
+            known.needed, partial(self._applied, update, answer), update.nbytes, at_once,
+            partial(self._work.shard_by_shard, update.costs, update.work),
+        )  # fmt: skip
 
     def _applied(self, update: PsUpdate, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
-        del update.done, update.at_once, update.in_pieces  # which lead back: its body would be held
         if self._gate.cut:
             self._gate.wake()
         if self._store.failures and update.is_push:

@@ -75,7 +75,7 @@ def ones(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return made
 
 
-class Adjacent(Sequence[np.ndarray]):
+class Adjacent(msgspec.Struct, frozen=True, eq=False):
     """Arrays that lie side by side in one.
 
     Args:
@@ -83,11 +83,8 @@ class Adjacent(Sequence[np.ndarray]):
         parts: Where each one lies, in order and without gaps.
     """
 
-    __slots__ = ("parts", "whole")
-
-    def __init__(self, whole: np.ndarray, parts: Sequence[slice]) -> None:
-        self.whole = whole
-        self.parts = parts
+    whole: np.ndarray
+    parts: Sequence[slice]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -110,10 +107,14 @@ class Adjacent(Sequence[np.ndarray]):
         return self.whole[self.parts[first].start : self.parts[end - 1].stop]
 
 
+Gradients = Sequence[np.ndarray] | Adjacent
+"""One for each of several shards."""
+
+
 class Means(msgspec.Struct, frozen=True, eq=False):
     """The means of several pushes' gradients, one for each shard, or one for several at once."""
 
-    pushes: Sequence[Sequence[np.ndarray]]
+    pushes: Sequence[Gradients]
     weights: Sequence[float]
     reduction: Reduction
     scratch: Scratch
@@ -154,7 +155,6 @@ class Plan:
     layout: int = -1  # of the store when it was settled
     runs: list[Run] = field(default_factory=list)
     repeats: bool = False  # whether a shard is among them twice
-    is_joined: bool = False  # whether views of runs are other ones than those of shards
     # By optimizer, of each run: where its slots lie; None: not side by side.
     slots: dict[int, list[list[Run] | None]] = field(default_factory=dict)
 
@@ -415,7 +415,7 @@ class ShardStore(RowTable):
 
     def means_of(
         self,
-        pushes: Sequence[Sequence[np.ndarray]],
+        pushes: Sequence[Gradients],
         weights: Sequence[float],
         reduction: Reduction = "mean",
     ) -> Means:
@@ -437,7 +437,7 @@ class ShardStore(RowTable):
         self,
         optimizer_id: int,
         shards: Plan | Sequence[Key],
-        gradients: Sequence[np.ndarray] | Means,
+        gradients: Gradients | Means,
         step: int,
     ) -> None:
         """Do ``apply_checked`` on idle shards that are small, to the end.
@@ -483,7 +483,7 @@ class ShardStore(RowTable):
         optimizer_id: int,
         runs: Sequence[Run],
         slots: Sequence[list[Run] | None],
-        gradients: Sequence[np.ndarray] | Means,
+        gradients: Gradients | Means,
     ) -> Iterator[Part]:
         """Yield part after part: means lie in the same memory, one after the other."""
         position = 0
@@ -557,9 +557,6 @@ class ShardStore(RowTable):
             last.stop = values.start + values.size
         _note_further(plan.runs)
         plan.repeats = len({*plan.keys}) < len(plan.keys)
-        plan.is_joined = any(
-            len(run.shards) > 1 or run.shards[0].values.num_blocks != 1 for run in plan.runs
-        )
         plan.layout = self.layout
 
     def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[list[Run] | None]:
@@ -765,11 +762,11 @@ class ShardStore(RowTable):
         }
 
 
-def _of_shard(gradients: Sequence[np.ndarray] | Means, position: int) -> np.ndarray | MeanGradient:
+def _of_shard(gradients: Gradients | Means, position: int) -> np.ndarray | MeanGradient:
     return gradients.of_shard(position) if isinstance(gradients, Means) else gradients[position]
 
 
-def _side_by_side(gradients: Sequence[np.ndarray], run: Run, first: int, end: int) -> np.ndarray:
+def _side_by_side(gradients: Gradients, run: Run, first: int, end: int) -> np.ndarray:
     """Return the gradients of a run's shards, from the ``first`` on, as one array."""
     if isinstance(gradients, Adjacent):
         return gradients.between(first, end)

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
+import msgspec
 
 from psync.cluster import parse_task_name
 from psync.errors import (
@@ -40,13 +40,13 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.memory import ABOVE_BYTES, BlockPool, bytes_of
+from psync.numerics.memory import BlockPool, bytes_of
 from psync.numerics.rules import Sums
 from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import LATER, Executor, Later, awaited
-from psync.ps.plans import Body, Plans, ShardSet, body_in_place, memory_for, owned
+from psync.ps.plans import Body, Plans, ShardSet, owned
 from psync.specs import dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import STEP, Client, Ledger
@@ -87,6 +87,7 @@ MAX_TOLD = 4096
 """Parts that one message names."""
 
 _DONE = Done()
+_ACCEPTED = partial(Pushed, "accepted", 0)
 
 
 class PsSync:
@@ -107,6 +108,7 @@ class PsSync:
     Attributes:
         groups: By the numbers that connections use.
         check: Called with the configuration of a new group, which it may refuse.
+        reserve: Reserves memory for a part that is about to arrive, see ``Staging.reserve``.
         took: What becomes of a part that has come in: it is to be an entry.
         judged: What becomes of that: the part is held, and ps 0 is told. On ps 0 the rule decides.
             Answers, if it refuses the part; raises nothing.
@@ -136,6 +138,7 @@ class PsSync:
         self.ledger = ledger
         self.executor = executor
         self.staging: Staging[Part] = Staging(platform.limits.staging_bytes, task)
+        self.reserve: Callable[[PushKey, int, int, SyncConfig], None] = self.staging.reserve
         self.groups: dict[int, KnownGroup] = {}
         self.check: Callable[[SyncConfig], None] = lambda _: None
         self.serves = serves
@@ -218,71 +221,25 @@ class PsSync:
 
     # Parts.
 
-    def prepare(self, request: Request[Update], known: ShardSet) -> Sequence[memoryview]:
-        """Check everything that needs no bytes before memory is taken for them."""
-        message, lengths, rows = request.message, request.lengths, request.message.rows
-        if known.store is not self.store or known.optimizer not in self.groups:
-            self._look_up(known)
-        if lengths != known.lengths or rows is not None:
-            known.check_lengths(lengths, self._task, rows)
-        request.token = known
-        nbytes = sum(lengths)
-        self.staging.reserve(
-            (known.optimizer, request.peer.client, message.sequence), message.local_step, nbytes,
-            self.groups[known.optimizer].config,
-        )  # fmt: skip
-        if rows is not None:
-            return memory_for(self._pool, nbytes, varies=True)
-        if nbytes < ABOVE_BYTES and request.borrowed is None:
-            return (np.empty(nbytes, np.uint8).data,)
-        is_alone = self.executor.log.state is LogState.ALONE
-        return body_in_place(request, self._pool, known, nbytes, is_alone=is_alone)
+    def define(self, known: ShardSet) -> None:
+        """Make the group of a plan known."""
+        known.group = self.known(known.optimizer, known.config).config
 
-    def _look_up(self, known: ShardSet) -> None:
-        self.known(known.optimizer, known.config)
-        known.look_up(self.store)
-
-    def arrived(self, request: Request[Update], known: ShardSet) -> None:
-        """Take a part that has come in whole."""
-        # While it came in a timeline may have ended; of nothing nobody has asked before.
-        if known.store is not self.store or known.optimizer not in self.groups:
-            known = self.plans.plan(request.peer.client, known.number)
-            self._look_up(known)
-        request.token = known
-        request.rest()  # from now on it only waits; the part counts in the budget
-        message, body, rows = request.message, request.segments, request.message.rows
-        if rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
-            body = known.body_of(body, self._task, rows)
-        key = known.optimizer, request.peer.client, message.sequence
-        self.took(request, self._part(key, message.local_step, known, body, rows))
+    def part(self, known: ShardSet, client: Client, message: Update, body: Body) -> Part:
+        """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""
+        gradients = known.gradients(self.store, known.optimizer, body, message.rows)
+        key, nbytes = (known.optimizer, client, message.sequence), sum(map(len, body))
+        return Part(key, message.local_step, known, gradients, body, nbytes, message.rows)
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
-        if known.store is not self.store or known.optimizer not in self.groups:
-            self._look_up(known)
         request.token, message = known, request.message
-        key = known.optimizer, request.peer.client, message.sequence
-        part = self._part(key, message.local_step, known, request.segments, message.rows)
+        part = self.part(known, request.peer.client, message, request.segments)
 
         def act() -> None:
             self.judged(request, part)
 
         self.executor.submit(request, message, part.body, act)
-
-    def _part(
-        self,
-        key: PushKey,
-        local_step: int,
-        known: ShardSet,
-        body: Body,
-        rows: Sequence[int] | None,
-    ) -> Part:
-        """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""
-        if rows is None:
-            gradients = known.gradients(self.store, known.optimizer, body)
-            return Part(key, local_step, known, gradients, body, sum(map(len, body)), None)
-        operands = known.row_gradients(self.store, known.optimizer, body, rows)
-        return Part(key, local_step, known, operands, body, sum(map(len, body)), rows)
 
     def submit(self, request: Request[Update], part: Part) -> None:
         """Make an entry of a part that has come in; its request waits for more than that."""
@@ -298,10 +255,11 @@ class PsSync:
 
     def _owned(self, part: Part) -> Part:
         """Return a part in memory that nobody else can write to."""
-        body = owned(self._pool, part.body)
+        body, known = owned(self._pool, part.body), part.known
         if body is part.body:
             return part
-        return self._part(part.key, part.local_step, part.known, body, part.rows)
+        gradients = known.gradients(self.store, known.optimizer, body, part.rows)
+        return msgspec.structs.replace(part, gradients=gradients, body=body)
 
     def _judge(self, request: Request[Update], part: Part) -> Later:
         try:
@@ -395,13 +353,6 @@ class PsSync:
 
     # Steps that ps 0 has decided.
 
-    def execute(self, request: Request[CloseStep]) -> None:
-        """Measure a step, or close it, and answer. Raises what these do."""
-        if request.message.measures:
-            self._measure(request)
-        else:
-            self.close(request)
-
     def _measure(self, request: Request[CloseStep]) -> None:
         """Measure a step; nothing is changed.
 
@@ -432,8 +383,8 @@ class PsSync:
         )
         return step.sums_by_shard(sums)
 
-    def close(self, request: Request[CloseStep]) -> None:
-        """Apply a step, and answer; one that is closed is not applied again.
+    def execute(self, request: Request[CloseStep]) -> None:
+        """Apply a step, and answer; one that is closed is not applied again. Or measure it.
 
         Raises:
             RemoteProtocolError: A part of it is not here.
@@ -442,6 +393,9 @@ class PsSync:
                 updated. ps 0 then ends the group (``outgoing_steps``).
         """
         message = request.message
+        if message.measures:
+            self._measure(request)
+            return
         known = self.groups.get(message.group)
         if known is None or message.config is not None:
             known = self.known(message.group, message.config)
@@ -480,9 +434,8 @@ class PsSync:
 
     def _judge_step(self, request: Request[CloseStep], known: KnownGroup) -> Compute:
         message = request.message
-        done = partial(self._answer_step, request, known)
         if self.staging.is_closed(message.group, message.step):
-            return Compute(known.touched, done)
+            return Compute(known.touched, partial(self._applied, request, known))
         try:
             step = self._step_of(message, known)
             if step.shards:
@@ -492,18 +445,15 @@ class PsSync:
             raise
         nbytes = self.staging.close(message.group, message.step, message.pushes)
         known.touched = step.touched
-
-        def at_once() -> None:
-            step.whole()
-            self._applied(step, nbytes)
+        done = partial(self._applied, request, known, step, nbytes)
 
         async def in_pieces() -> None:
             for what in step.alone:
                 step.norms.conclude(what, await self._measure_slowly(step, what))
             await self._work.shard_by_shard(step.costs, step.work)
-            self._applied(step, nbytes)
 
-        return Compute(step.touched, done, step.nbytes * (1 + len(step.alone)), at_once, in_pieces)
+        cost = step.nbytes * (1 + len(step.alone))
+        return Compute(step.touched, done, cost, step.whole, in_pieces)
 
     def _step_of(self, message: CloseStep, known: KnownGroup) -> Step:
         """Say what a step changes here; as ``KnownGroup.step_of``, and all its parts are here."""
@@ -519,19 +469,29 @@ class PsSync:
             )
         return known.step_of(message, parts)
 
-    def _applied(self, step: Step, nbytes: int) -> None:
-        """A step is applied here, and ps 0 does not know yet."""
-        group = step.known.number
-        self.staging.applied(group, step.number, nbytes)
-        if self.store.failures:
-            failed = self.store.take_failure(group, step.optimizer_step)
-            if failed is not None:
-                failure = encode(failure_of(failed))
-                self.ledger.note_failure((STEP, group), step.number, None, failure)
+    def _applied(
+        self,
+        request: Request[CloseStep],
+        known: KnownGroup,
+        step: Step | None = None,
+        nbytes: int = 0,
+    ) -> None:
+        """A step is applied here: answer, or raise the RuleError of a rule.
 
-    def _answer_step(self, request: Request[CloseStep], known: KnownGroup) -> None:
-        """A step is applied: answer; or raise the RuleError of a rule."""
+        Args:
+            request: Of ps 0, which does not know yet.
+            known: The group.
+            step: What was applied just now; None: that was done earlier.
+            nbytes: Of its parts.
+        """
         message = request.message
+        if step is not None:
+            self.staging.applied(message.group, message.step, nbytes)
+            if self.store.failures:
+                failed = self.store.take_failure(message.group, step.optimizer_step)
+                if failed is not None:
+                    raised = encode(failure_of(failed))
+                    self.ledger.note_failure((STEP, message.group), message.step, None, raised)
         if known.rule.may_raise:
             failure = self.ledger.failure_of((STEP, message.group), message.step, None)
             if failure is not None:
@@ -544,7 +504,7 @@ class PsSync:
     def _accept(self, message: CloseStep) -> None:
         reads: Reads = {}
         for task, incarnation, push, _ in message.pushes:
-            self.answer((message.group, (task, incarnation), push), _accepted, reads)
+            self.answer((message.group, (task, incarnation), push), _ACCEPTED, reads)
 
     def _refuse(self, message: CloseStep, error: PsyncError) -> None:
         """A step cannot be applied here: neither can its pushes, whatever ps 0 has told them."""
@@ -559,10 +519,7 @@ class PsSync:
 
     def _close_for(self, request: Request[CloseStep]) -> None:
         self._check_closer(request.peer)
-        if request.message.measures:
-            self._measure(request)
-        else:
-            self.close(request)
+        self.execute(request)
 
     def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -621,9 +578,12 @@ class PsSync:
         for group, (task, incarnation), push, local_step, header, rows, held in parts:
             replica = task, incarnation
             known = self.plans.restore(replica, header)
-            self._look_up(known)
+            self.define(known)
+            known.look_up(self.store)
             body = list(itertools.islice(arrays, held))
-            self.staging.stage(self._part((group, replica, push), local_step, known, body, rows))
+            gradients, nbytes = known.gradients(self.store, group, body, rows), sum(map(len, body))
+            key = group, replica, push
+            self.staging.stage(Part(key, local_step, known, gradients, body, nbytes, rows))
         for group, step, elsewhere, spread, broken, _ in groups:
             here = self.groups[group]
             if broken is not None:
@@ -636,7 +596,3 @@ class PsSync:
     def raw_configs(self) -> dict[int, dict[str, Any]]:
         """Return the configurations of all groups, by their number, as they came."""
         return {number: known.raw for number, known in self.groups.items()}
-
-
-def _accepted(steps: list[tuple[int, int]] | None) -> Pushed:
-    return Pushed("accepted", 0, steps)

@@ -20,7 +20,7 @@ from psync.ps.plans import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
-from psync.store.store import Key, Plan, ShardStore, Work, ones
+from psync.store.store import Adjacent, Gradients, Key, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
 from psync.sync.pushes import Close
 from psync.sync.staging import PushKey
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, eq=False):
     key: PushKey
     local_step: int
     known: ShardSet
-    gradients: Sequence[Gradient]  # views of the memory in which they came
+    gradients: Sequence[Gradient] | Adjacent  # views of the memory in which they came
     body: Body  # that memory
     nbytes: int
     rows: Sequence[int] | None  # as in Update
@@ -245,7 +245,7 @@ class Step:
         self.known, self.store, self.number = known, known.store, number
         self.optimizer_step = 0  # with which schedules are evaluated
         self.plan: Plan | None = None  # of the shards, where all pushes have the same
-        self.pushes: list[Sequence[np.ndarray]] = []  # of each push, a gradient for each shard
+        self.pushes: list[Gradients] = []  # of each push, a gradient for each shard
         self.weights: list[float] = []
         self.norms = known.norms
         self.alone: Sequence[str] = ()  # what this ps must measure by itself before it begins

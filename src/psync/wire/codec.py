@@ -19,8 +19,7 @@ import msgspec
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 _BY_CODE: dict[int, type[Message]] = {}
-SHORT_BYTES = 4096
-"""What is wrong with a longer header is told without decoding it once more."""
+SHORT_BYTES = 4096  # what is wrong with a longer header is told without decoding it once more
 
 
 def _plain(value: Any) -> Any:
@@ -31,7 +30,10 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no type of fields")
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+to_header = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+# Returns the header of a message; of one that has none ``encode`` says so.
+
+UNENCODABLE = (ValueError, OverflowError, TypeError, RecursionError)  # raised by ``to_header``
 
 replace = msgspec.structs.replace
 """Returns a message with other values in some fields, as that of ``dataclasses``."""
@@ -53,7 +55,7 @@ class _MessageType(msgspec.StructMeta):
         if code is not None:
             made.code = code
             _BY_CODE[code] = made
-            _decoder.cache_clear()
+            header_decoder.cache_clear()
         return made
 
 
@@ -67,8 +69,8 @@ class Message(msgspec.Struct, metaclass=_MessageType):
 
 
 @functools.cache
-def _decoder() -> Any:
-    """Return what decodes all messages."""
+def header_decoder() -> Any:
+    """Return the function that decodes all messages; its errors are for ``undecodable``."""
     classes = functools.reduce(operator.or_, _BY_CODE.values())
     return msgspec.msgpack.Decoder(classes, ext_hook=_refuse_ext).decode
 
@@ -84,8 +86,8 @@ def encode(message: Message) -> bytes:
         LocalProtocolError: If a field holds what msgpack cannot carry.
     """
     try:
-        return _encode(message)
-    except (ValueError, OverflowError, TypeError, RecursionError) as exc:
+        return to_header(message)
+    except UNENCODABLE as exc:
         raise LocalProtocolError(f"{type(message).__name__} cannot be encoded: {exc}") from exc
 
 
@@ -111,13 +113,13 @@ def decode(header: bytes) -> Message:
         RemoteProtocolError: If it is not msgpack, of an unknown code, or of wrong types.
     """
     try:
-        return _decoder()(header)  # type: ignore[no-any-return]
+        return header_decoder()(header)  # type: ignore[no-any-return]
     except Exception as exc:  # also RecursionError, or UnicodeDecodeError
-        raise _refused(header, exc) from exc
+        raise undecodable(header, exc) from exc
 
 
-def _refused(header: bytes, error: Exception) -> RemoteProtocolError:
-    """Say what is wrong with a header: its texts may be long."""
+def undecodable(header: bytes, error: Exception) -> RemoteProtocolError:
+    """Say what is wrong with a header, given what ``header_decoder`` raised; texts may be long."""
     if len(header) > SHORT_BYTES:
         return RemoteProtocolError(f"a header of {len(header)} bytes: {reprlib.repr(str(error))}")
     try:

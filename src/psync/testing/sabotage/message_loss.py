@@ -46,7 +46,6 @@ from psync.errors import ConfigurationError, ConnectionLost, PsyncError
 from psync.net.connection import Connection, Request
 from psync.testing.sabotage.notes import Notes
 from psync.wire import messages
-from psync.wire.codec import decode
 from psync.wire.frames import Buffer, Kind
 
 VARIABLE = "PSYNC_TESTING_LOSS"
@@ -171,7 +170,7 @@ class LossyConnection(Connection):
 
     def _serve(self, request: Request[Any]) -> None:
         """Serve a request, or lose it or its answer."""
-        kind = type(request.message or decode(request.header)).__name__
+        kind = type(request.message).__name__
         form = self.losses.draw(kind) if not isinstance(request.token, Exception) else None
         if form == "request":
             self._cut(f"the request {kind} was lost")

@@ -91,8 +91,8 @@ PLACES = (
     Place("ps.part.held", PsSync, "_tell", BEGIN),
     # Norms of a synchronous step are about to be measured here.
     Place("ps.step.measured", PsSync, "_measure", BEGIN),
-    # A synchronous step is applied here, ps 0 does not know.
-    Place("ps.step.applied", PsSync, "_applied", END),
+    # A synchronous step is applied here, just now, ps 0 does not know.
+    Place("ps.step.applied", PsSync, "_applied", BEGIN, lambda *given: len(given) > 3),
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.
     Place("ps0.step.measured", OutgoingSteps, "_conclude", END),
     # It is applied on every ps, the log of ps 0 does not say so.
