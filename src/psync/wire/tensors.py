@@ -56,12 +56,14 @@ def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
 
 def to_bytes_views(arrays: Sequence[NDArray[np.generic]]) -> list[memoryview]:
     """Return ``to_bytes_view`` of each: in one call for many that are ready to be sent."""
+    views = []
     try:
-        return [
-            each.data.cast("B") if each.dtype.isnative else to_bytes_view(each) for each in arrays
-        ]
+        for each in arrays:
+            view = each.data.cast("B") if each.dtype.isnative else to_bytes_view(each)
+            views.append(view)
     except (TypeError, ValueError):
         return list(map(to_bytes_view, arrays))
+    return views
 
 
 def array_from_bytes(
