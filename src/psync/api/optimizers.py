@@ -120,9 +120,8 @@ class StalenessBound:
         Cancellation: Safe; the round stays completed.
         """
         number = runtime.rounds[optimizer] = runtime.rounds.get(optimizer, 0) + 1
-        message = TickClock(optimizer, self.max_staleness, number)
         with runtime.ps.work.wait:
-            await runtime.ps.links[0].call(message)
+            await runtime.ps.links[0].call(TickClock(optimizer, self.max_staleness, number))
 
 
 class PushResult(msgspec.Struct, frozen=True):
@@ -705,9 +704,7 @@ class Optimizer:
             concerned += (global_step,)
         if (member := current_gang()) is not None:
             pairs = list(zip(gradients, variables, strict=True))
-            pushed: PushResult
-            pushed = await gang_updates.apply_gradients(member, self, pairs, global_step)
-            return pushed
+            return await gang_updates.apply_gradients(member, self, pairs, global_step)  # type: ignore[no-any-return]
         if self._clips:
             ids = [variable.spec.variable_id for variable in variables]
             gradients = clipped_by_norm(gradients, ids, self._rule.options)

@@ -422,18 +422,15 @@ async def values_of(
             kept[variable].copy() if copy and target is None else _placed(kept[variable], target)
             for variable, target in zip(variables, out or [None] * len(variables), strict=True)
         ]
-    plan, seen = runtime.ps.plan_of(variables), runtime.pulled
+    ps, seen, closure = runtime.ps, runtime.pulled, here.get()
+    plan = ps.plan_of(variables)
     if consistent:
-        return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=seen)
+        return await pull_at_once(ps, plan, writable=copy, out=out, seen=seen)
     if compression is not None and plan.nbytes > SMALL_BODY_BYTES:
-        return await pull_compressed(
-            runtime.ps, plan, compression, writable=copy, out=out, seen=seen
-        )
-    closure = here.get()
-    arrival = closure.arrival if isinstance(closure, ClosureContext) else 0
-    ahead = runtime.ahead.take(plan, arrival)
-    if ahead is None or ahead.arrays is None:
-        return await runtime.ps.pull(plan, writable=copy, out=out, seen=seen)
+        return await pull_compressed(ps, plan, compression, writable=copy, out=out, seen=seen)
+    arrival = closure.arrival if type(closure) is ClosureContext else 0
+    if (ahead := runtime.ahead.take(plan, arrival)) is None or ahead.arrays is None:
+        return await ps.pull(plan, writable=copy, out=out, seen=seen)
     seen.note(ahead.steps)
     for array in ahead.arrays:
         array.setflags(write=copy)

@@ -470,15 +470,13 @@ class SyncReplicasOptimizer(Optimizer):
                 "replica and would wait forever",
                 hint="call it in a scheduled step function, or in a training session",
             )
-        config = self._told if step is self._global_step else self._of_step(step)
-        call = runtime.begin_update("push")
         plan = runtime.ps.plan_of(variables)
         push = functools.partial(
             runtime.sync.contribute,
             group=self.number,
-            config=config,
+            config=self._told if step is self._global_step else self._of_step(step),
             pulled=None if self._sync.tensorflow_compat else runtime.pulled,
-            call=call,
+            call=runtime.begin_update("push"),
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
             announced=self._asked(runtime, pulled, step) if pulled else None,
@@ -492,7 +490,7 @@ class SyncReplicasOptimizer(Optimizer):
         result = PushResult(
             _OUTCOMES[answer.outcome], answer.token, answer.staleness, answer.partial, answer.count
         )
-        if isinstance(run, ClosureContext) and result.outcome is Outcome.STALE:
+        if type(run) is ClosureContext and result.outcome is Outcome.STALE:
             run.dropped += 1
         return result  # the next pull takes the values that have come
 

@@ -164,13 +164,11 @@ class Backups:
                 if host is None:
                     host = chosen = await self._host_for(ps)
                     epoch = next(self._next_epoch)
-                    order = messages.BackUp(epoch, *self._processes[host], False)
-                    await link.call(order)
+                    await link.call(messages.BackUp(epoch, *self._processes[host], False))
                     self._epochs[ps] = epoch
                     self._note(ps, host)
                     failures = 0
-                order = messages.BackUp(self._epochs[ps], *self._processes[host], True)
-                await link.call(order)
+                await link.call(messages.BackUp(self._epochs[ps], *self._processes[host], True))
                 self._note(ps, None)
                 # Where the ps that is served beside the backup is away, its loss is the alarm.
                 homes = zip(self._links, self._rule.homes, strict=True)

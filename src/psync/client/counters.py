@@ -59,8 +59,8 @@ class PulledSteps:
 
     def note(self, answers: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Note the answers of ps tasks: of each, (group, step) of each group that it names."""
-        self._answers += len(answers)
         for steps in answers:
+            self._answers += 1
             for group, step in steps:
                 before, named, lowest = self._groups.get(group, (0, 0, step))
                 self._groups[group] = before, named + 1, min(lowest, step) if named else step

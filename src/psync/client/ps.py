@@ -418,7 +418,7 @@ class PsClient:
                     calls.append(call)
                 answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
                 for pulled in await answers.all():
-                    landing.steps.append(pulled.steps)
+                    landing.steps += [pulled.steps]
             if seen is not None:
                 seen.note(landing.steps)
             return await landing.copied() if landing.kept else landing.settle()
@@ -547,7 +547,7 @@ class PsClient:
         if landing is not None:
             for each in answers:
                 if each.steps is not None:
-                    landing.steps.append(each.steps)
+                    landing.steps += [each.steps]
             if len(landing.steps) == len(landing.plan.requests):
                 await landing.copied() if landing.kept else landing.settle()
         return answers

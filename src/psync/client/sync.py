@@ -265,7 +265,7 @@ class SyncClient:
         number = pushes.draw()
         # Each replica may contribute several times to a step: then what is lent is a copy.
         copied = config["replicas_to_aggregate"] > config["total_num_replicas"]
-        calls = []
+        calls: list[Call] = []
         for request, definition, body in zip(requests, definitions, bodies, strict=True):
             segments, rows, nbytes = body
             update = messages.Update(
@@ -273,8 +273,7 @@ class SyncClient:
                 local_step, weight,
             )  # fmt: skip
             link = self._ps.links[request.ps]
-            part = Call(link, update, segments, nbytes, copied=copied, definition=definition)
-            calls.append(part)
+            calls += [Call(link, update, segments, nbytes, copied=copied, definition=definition)]
         kind = messages.Pushed | messages.Contributed
         answers = self._answers(kind, "a push", calls, "the values", True, landing)
         with self._ps.work.wait:
@@ -302,7 +301,7 @@ class SyncClient:
                 if type(each) is messages.Contributed:
                     answer = each
                 if landing is not None and each.steps is not None:
-                    landing.steps.append(each.steps)
+                    landing.steps += [each.steps]
             if answer is None:
                 raise RemoteProtocolError(
                     f"{self._ps.links[0].task} answered a synchronous push with Pushed, and says "
