@@ -27,7 +27,6 @@ from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
 from psync.chief.watch import RollbackEvent, describe_closures, watch, watch_closures
 from psync.client.context import LATE_HINT, Runtime
-from psync.client.link import always
 from psync.client.ps import PsClient
 from psync.closures.closure import NO_DATA, Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
@@ -488,7 +487,7 @@ class Coordinator:
         link, versions = self.links.ps.links[0], itertools.count(1)
         self._report_due.set()
         try:
-            await link.call(always(messages.AwaitWaiters()))
+            await link.call(messages.AwaitWaiters())
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._reports.next_deadline()):
@@ -499,7 +498,7 @@ class Coordinator:
                         next(versions), list(state.workers), list(state.missing), state.queued,
                         list(state.in_flight),
                     )  # fmt: skip
-                    await link.call(always(message))
+                    await link.call(message)
         except (ParameterServerLost, FencedError, ClosedError) as exc:
             logger.debug("the schedule is no longer reported: %s", exc)  # others say why
         except PsyncError as exc:
@@ -636,7 +635,7 @@ class Coordinator:
         return self._queue.requested_stop or self.joins.stop_reason
 
     async def _finish_steps(self, limit: Limit | None) -> None:
-        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+        finish = self.links.ps.links[0].call(messages.FinishSteps())
         await self.joins.run(finish, limit)
 
     def waits_for(self) -> str:

@@ -31,7 +31,7 @@ MANY = (3 << 20) // 4  # elements of float32: work in pieces
 
 
 async def say(cluster: PsCluster, ps: int, message: Message) -> Message:
-    return (await cluster.chief.links[ps].call(lambda _: message)).message
+    return (await cluster.chief.links[ps].call(message)).message
 
 
 async def back_up(cluster: PsCluster, epoch: int = 1, *, lost: bool = False) -> None:
@@ -106,7 +106,7 @@ class Traffic:
         name = str(values.size)
         message = UpdateAccumulator(self.sequences[which], 0, -1, 0, name, 1 << 40, [values.size])
         link = self.clients[which].links[0]
-        await link.call(lambda _: message, [to_bytes_view(values)], bulk=True)
+        await link.call(message, [to_bytes_view(values)], bulk=True)
 
     async def take(self) -> None:
         which = self.draw(3)
@@ -114,7 +114,7 @@ class Traffic:
         message = TakeGradient(str((1, MANY)[self.draw(2)]), self.sequences[which], 0, 2)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.draw(20) / 1000):
-                await self.clients[which].links[0].call(lambda _: message)
+                await self.clients[which].links[0].call(message)
 
 
 @pytest.mark.parametrize("seed", range(4))

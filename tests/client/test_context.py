@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from psync import wait
-from psync.client.context import (
-    ClosureContext,
-    inside,
-)
+from psync.client.context import ClosureContext, Runtime, inside
 from psync.errors import ClosureCancelled, UsageError
 
 
@@ -28,13 +25,15 @@ async def run_plain_step(context: ClosureContext, step: Callable[[], Any]) -> An
         return await asyncio.to_thread(step)
 
 
-# --- the closure's own state ------------------------------------------------------------------
-
-
 def test_ordinals_count_the_calls_of_one_run() -> None:
     first, second = closure(), closure()
     assert [next(first.ordinals) for _ in range(3)] == [0, 1, 2]
     assert next(second.ordinals) == 0
+
+
+def test_what_comes_after_the_step_is_no_update() -> None:
+    with inside(closure(closed=True)), pytest.raises(UsageError, match=r"^x after the step has"):
+        Runtime(None, "").begin_update("x")  # type: ignore[arg-type]
 
 
 # --- wait -------------------------------------------------------------------------------------

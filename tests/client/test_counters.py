@@ -49,7 +49,7 @@ def test_it_is_the_minimum_over_all_answers_since_the_last_push(
             pulled.forget(event)
             since[event].clear()
         else:
-            pulled.note(list(event.items()))
+            pulled.note([list(event.items())])
             for answers in since.values():
                 answers.append(event)
         for group, answers in since.items():

@@ -315,7 +315,7 @@ class World:
         places = (0,) if closure < self.cluster.narrow else BOTH
         for ps in places:
             at = self.state.ps[ps].step
-            pulled.note([] if at is None else [(GROUP, at)])
+            pulled.note([[] if at is None else [(GROUP, at)]])
         number, local = worker.pushes + 1, cast(int, pulled.lowest(GROUP, worker.alone))
         self.cluster.check_pull(self.state, places, local)
         task = f"/job:worker/task:{index}"

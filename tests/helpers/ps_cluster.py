@@ -122,7 +122,7 @@ class PsCluster:
     async def attach(self, client: PsClient, incarnation: int) -> None:
         addresses = [link.address for link in client.links]
         for link in client.links:
-            await link.call(lambda _: AttachPs(incarnation, addresses, self._lost_after_s))
+            await link.call(AttachPs(incarnation, addresses, self._lost_after_s))
 
     def declare(self, name: str, value: Any, shards: int = 1) -> VariableSpec:
         """Declare a variable, its shards on one ps after the other."""

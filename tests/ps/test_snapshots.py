@@ -42,7 +42,7 @@ ADAM = Adam(0.125).to_config()
 
 
 async def call(cluster: PsCluster, message: Message, *segments: bytes) -> Frame:
-    return await cluster.chief.links[0].call(lambda _: message, segments)
+    return await cluster.chief.links[0].call(message, segments)
 
 
 async def freeze(cluster: PsCluster) -> SnapshotState:

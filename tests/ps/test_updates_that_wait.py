@@ -107,14 +107,14 @@ async def test_small_updates_that_wait_for_a_lock_are_bounded_unless_their_sende
         worker = cluster.client()
         holder = worker if is_its_own else cluster.client("/job:worker/task:1")
         members = [shard.key for shard in v.shards]
-        await holder.links[0].call(lambda _: LockShards(1, members, 30.0))
+        await holder.links[0].call(LockShards(1, members, 30.0))
         one = np.ones(15_000, np.float32)
         adding = [asyncio.create_task(assign(worker, v, one, "add")) for _ in range(100)]
         await asyncio.sleep(5)
         peers = cluster.ps[0]._endpoint.peers
         waiting = sum(peer._unfinished_bytes for peer in peers if peer.task == FIRST_WORKER)
         assert waiting == 6_000_000 if is_its_own else waiting < (1 << 20) + 60_001
-        await holder.links[0].call(lambda _: UnlockShards(1))
+        await holder.links[0].call(UnlockShards(1))
         await asyncio.gather(*adding)
         assert set((await pull(worker, v))[0]) == {100}
 

@@ -12,10 +12,11 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import msgspec
 import numpy as np
 
 from psync.api.pulls import is_flat, leaves, mapped, pairs
@@ -119,13 +120,11 @@ class StalenessBound:
         Cancellation: Safe; the round stays completed.
         """
         number = runtime.rounds[optimizer] = runtime.rounds.get(optimizer, 0) + 1
-        message = TickClock(optimizer, self.max_staleness, number)
         with runtime.ps.work.wait:
-            await runtime.ps.links[0].call(lambda _: message)
+            await runtime.ps.links[0].call(TickClock(optimizer, self.max_staleness, number))
 
 
-@dataclass(frozen=True, slots=True)
-class PushResult:
+class PushResult(msgspec.Struct, frozen=True):
     """The outcome of a push.
 
     Attributes:
@@ -417,10 +416,6 @@ OF_THE_PROCESS = frozenset(
 """Attributes of an optimizer that do not travel with it as they are."""
 
 
-Answered = tuple[PushResult, list[np.ndarray] | None]
-"""What became of a push, and values that came with its answers; None: they are to be pulled."""
-
-
 class Optimizer:
     """Base of all optimizers.
 
@@ -506,7 +501,7 @@ class Optimizer:
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
         self._wrapper: weakref.ref[Optimizer] | None = None
         # Variables that it may train together, and what their gradients are.
-        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...], bool]]] = {}
+        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...]]]] = {}
         self._counter: Variable | None = None  # a global step that was checked
         self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
@@ -649,9 +644,9 @@ class Optimizer:
         """
         return Iterations(self._holder)
 
-    async def apply_gradients(
+    def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
-    ) -> PushResult:
+    ) -> Coroutine[Any, Any, PushResult]:
         """Push gradients; each ps applies them to its shards immediately.
 
         In a replica of ``strategy.run`` the gradients of all replicas are summed and pushed once.
@@ -688,15 +683,19 @@ class Optimizer:
         Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that are
             pushed again after the loss of a worker are applied at most once on each shard.
         """
-        result, _ = await self._pushed(grads_and_vars, global_step, ())
-        return result
+        return self._pushed(grads_and_vars, global_step, (), [])
 
     async def _pushed(
         self,
         grads_and_vars: GradsAndVars,
         global_step: AnyVariable | None,
         pulled: Sequence[AnyVariable],
-    ) -> Answered:
+        values: list[np.ndarray],
+    ) -> PushResult:
+        """Push gradients. Values of ``pulled`` that come with the answers are added to ``values``.
+
+        These are all or none.
+        """
         gradients, variables = self._settled_pairs(grads_and_vars) or self._checked(grads_and_vars)
         concerned = variables
         if global_step is not None:
@@ -705,7 +704,7 @@ class Optimizer:
             concerned += (global_step,)
         if (member := current_gang()) is not None:
             pairs = list(zip(gradients, variables, strict=True))
-            return await gang_updates.apply_gradients(member, self, pairs, global_step), None
+            return await gang_updates.apply_gradients(member, self, pairs, global_step)  # type: ignore[no-any-return]
         if self._clips:
             ids = [variable.spec.variable_id for variable in variables]
             gradients = clipped_by_norm(gradients, ids, self._rule.options)
@@ -754,7 +753,10 @@ class Optimizer:
         if self._staleness_bound is not None and result.outcome is Outcome.ACCEPTED:
             if call[0] >= 0 or runtime.in_session:  # else the program itself, which has no clock
                 await self._staleness_bound.end_round(runtime, self.number)
-        return result, None if landing is None else runtime.note_values(landing)
+        if landing is not None and landing.arrays is not None:
+            runtime.pulled.note(landing.steps)
+            values += landing.arrays
+        return result
 
     async def push_pull(
         self,
@@ -801,8 +803,9 @@ class Optimizer:
             raise TypeError(f"push_pull() got an unexpected keyword argument {unknown[0]!r}")
         is_list = type(pull) is list and is_flat(pull)
         variables = tuple(dict.fromkeys(pull if is_list else leaves(pull)))
-        result, values = await self._pushed(grads_and_vars, global_step, variables, **options)
-        if values is None:
+        values: list[np.ndarray] = []
+        result = await self._pushed(grads_and_vars, global_step, variables, values, **options)
+        if not values:
             return result, await pull_values(pull)
         if is_list and len(values) == len(pull):  # each stands there once
             return result, values
@@ -955,7 +958,7 @@ class Optimizer:
             if len(self._settled) >= MAX_SETTLED:
                 self._settled.clear()
             self._settled[variables] = [
-                (dtype_of(each.spec.dtype), each.spec.shape, True) for each in variables
+                (dtype_of(each.spec.dtype), each.spec.shape) for each in variables
             ]
         return gradients, variables
 
@@ -977,8 +980,10 @@ class Optimizer:
             )
             if not _ARRAYS.issuperset(map(type, gradients)):
                 return None
-        found = [(each.dtype, each.shape, each.flags.c_contiguous) for each in gradients]
-        return (gradients, variables) if found == expected else None
+        for each, (dtype, shape) in zip(gradients, expected, strict=True):
+            if each.dtype != dtype or each.shape != shape or not each.flags.c_contiguous:
+                return None
+        return gradients, variables
 
     async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:
         """Return what carries ``operation`` to the ps tasks, by default on all that it trains."""

@@ -324,8 +324,9 @@ async def runtime_of(operation: str, *variables: Any) -> Runtime:
     """
     closure = here.get()
     if type(closure) is ClosureContext and isinstance(closure.runtime, Runtime):
-        closure.check_open(operation, variables)
-        runtime = closure.runtime
+        runtime, loop = closure.runtime, asyncio._get_running_loop()
+        if closure.cancelled or closure.closed or loop is not closure.loop:
+            closure.check_open(operation, variables)
     else:
         runtime = runtime_here(operation, scope_of(variables[0]), variables)
     if {*map(_ORIGIN, variables)} != {runtime.origin}:
@@ -421,18 +422,19 @@ async def values_of(
             kept[variable].copy() if copy and target is None else _placed(kept[variable], target)
             for variable, target in zip(variables, out or [None] * len(variables), strict=True)
         ]
-    plan = runtime.ps.plan_of(variables)
+    ps, seen, closure = runtime.ps, runtime.pulled, here.get()
+    plan = ps.plan_of(variables)
     if consistent:
-        return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
+        return await pull_at_once(ps, plan, writable=copy, out=out, seen=seen)
     if compression is not None and plan.nbytes > SMALL_BODY_BYTES:
-        return await pull_compressed(
-            runtime.ps, plan, compression, writable=copy, out=out, seen=runtime.pulled
-        )
-    if (ahead := runtime.take_ahead(plan)) is not None:
-        for array in ahead:
-            array.setflags(write=copy)
-        return ahead if out is None else list(map(_placed, ahead, out))
-    return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
+        return await pull_compressed(ps, plan, compression, writable=copy, out=out, seen=seen)
+    arrival = closure.arrival if type(closure) is ClosureContext else 0
+    if (ahead := runtime.ahead.take(plan, arrival)) is None or ahead.arrays is None:
+        return await ps.pull(plan, writable=copy, out=out, seen=seen)
+    seen.note(ahead.steps)
+    for array in ahead.arrays:
+        array.setflags(write=copy)
+    return ahead.arrays if out is None else list(map(_placed, ahead.arrays, out))
 
 
 def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:

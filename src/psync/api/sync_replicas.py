@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import (
-    Answered,
     AnyVariable,
     GradsAndVars,
     Optimizer,
@@ -26,7 +25,7 @@ from psync.api.optimizers import (
 )
 from psync.api.scopes import running_scopes, runtime_of, scope_of
 from psync.api.variables import Handle, Variable, check_step, global_step_of
-from psync.client.context import current_closure, current_runtime
+from psync.client.context import ClosureContext, current_runtime, here
 from psync.client.link import PsLink
 from psync.errors import (
     ClosedError,
@@ -364,10 +363,8 @@ class SyncReplicasOptimizer(Optimizer):
             ConfigurationError: It is another one than before, or than the averages follow, or of
                 another strategy than these.
         """
-        if global_step is self._global_step:
-            return self._told
         name, before = self._name, self._global_step
-        if before is not None and before.origin == global_step.origin:
+        if before is not None and before is not global_step and before.origin == global_step.origin:
             raise ConfigurationError(
                 f'{name}: expected the same global step "{before.name}" as before, got '
                 f'"{global_step.name}"'
@@ -395,14 +392,14 @@ class SyncReplicasOptimizer(Optimizer):
 
     # Training.
 
-    async def apply_gradients(
+    def apply_gradients(
         self,
         grads_and_vars: GradsAndVars,
         global_step: AnyVariable | None = None,
         name: str | None = None,
         *,
         weight: float = 1.0,
-    ) -> PushResult:
+    ) -> Coroutine[Any, Any, PushResult]:
         """Contribute gradients to the present step, and wait for the token of the next one.
 
         The age of the gradients is that of the oldest values that the step function has pulled
@@ -448,17 +445,17 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is this
             call.
         """
-        result, _ = await self._pushed(grads_and_vars, global_step, (), weight)
-        return result
+        return self._pushed(grads_and_vars, global_step, (), [], weight)
 
     async def _pushed(
         self,
         grads_and_vars: GradsAndVars,
         global_step: AnyVariable | None,
         pulled: Sequence[AnyVariable],
+        values: list[Any],
         weight: float = 1.0,
         name: str | None = None,
-    ) -> Answered:
+    ) -> PushResult:
         gradients, variables = self._settled_pairs(grads_and_vars) or self._checked(grads_and_vars)
         if weight != 1.0 or type(weight) is not float:
             weight = checked_weight(weight)
@@ -466,22 +463,20 @@ class SyncReplicasOptimizer(Optimizer):
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)
         runtime = await self._runtime("apply_gradients", *variables, step, *pulled)
-        run = current_closure()
+        run = here.get()  # a step, or the program: in dataset code there is no runtime
         if run is None and not runtime.in_session:
             raise UsageError(
                 "apply_gradients of a synchronous optimizer outside a step: the program is not a "
                 "replica and would wait forever",
                 hint="call it in a scheduled step function, or in a training session",
             )
-        config = self._of_step(step)
-        call = runtime.begin_update("push")
         plan = runtime.ps.plan_of(variables)
         push = functools.partial(
             runtime.sync.contribute,
             group=self.number,
-            config=config,
+            config=self._told if step is self._global_step else self._of_step(step),
             pulled=None if self._sync.tensorflow_compat else runtime.pulled,
-            call=call,
+            call=runtime.begin_update("push"),
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
             announced=self._asked(runtime, pulled, step) if pulled else None,
@@ -495,9 +490,9 @@ class SyncReplicasOptimizer(Optimizer):
         result = PushResult(
             _OUTCOMES[answer.outcome], answer.token, answer.staleness, answer.partial, answer.count
         )
-        if run is not None and result.outcome is Outcome.STALE:
+        if type(run) is ClosureContext and result.outcome is Outcome.STALE:
             run.dropped += 1
-        return result, None  # the next pull takes what has come
+        return result  # the next pull takes the values that have come
 
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
         """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.

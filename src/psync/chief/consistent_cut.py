@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from psync.client.link import PsLink, all_of, always, ask
+from psync.client.link import PsLink, all_of, ask
 from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
@@ -121,7 +121,7 @@ class Cut:
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
             order = messages.ReadFrozen(self.number, item, start, stop)
-            received = await link.call(always(order), bulk=True)
+            received = await link.call(order, bulk=True)
             if (got := sum(map(len, received.segments))) != stop - start:
                 raise RemoteProtocolError(
                     f"{link.task}: expected {stop - start} bytes of item {item}, got {got}"
@@ -262,7 +262,7 @@ class Cuts:
         """Tell all ps tasks to let go, whatever becomes of the one who asked for it."""
 
         async def tell() -> None:
-            calls = (link.call(always(message)) for link in self._links)
+            calls = (link.call(message) for link in self._links)
             await asyncio.gather(*calls, return_exceptions=True)  # who is gone has let go
 
         task = asyncio.get_running_loop().create_task(tell())

@@ -569,7 +569,7 @@ class Creation:
 
     async def _send(self, ps: int, batch: _Batch, urgent: bool) -> None:
         message = CreateShards([as_sent(shard) for shard in batch.shards], batch.sources)
-        await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True, urgent=urgent)
+        await self._ps.links[ps].call(message, batch.values, bulk=True, urgent=urgent)
 
 
 def as_sent(shard: ShardSpec) -> tuple[str, int, int, int, list[int], str]:

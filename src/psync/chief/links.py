@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from psync.backups.locate_ps import places
 from psync.chief.watch import Events
-from psync.client.link import PsLink, all_of, ask, expect, note_plugins
+from psync.client.link import Answers, Call, PsLink, all_of, ask, expect
 from psync.client.ps import PsClient
 from psync.closures.membership import (
     Fences,
@@ -921,7 +921,7 @@ class ClusterLinks:
         Cancellation: Safe.
         """
 
-        def attachment(_: Connection) -> messages.AttachPs:
+        def attachment() -> messages.AttachPs:
             # One that was started again while this program runs is of no lineage: see
             # ``store.reattach``.
             keep = self.options.attach or self.is_up
@@ -930,7 +930,9 @@ class ClusterLinks:
                 self.options.ps_timeout_s, keep, self._moves,
             )  # fmt: skip
 
-        note_plugins(link, await link.call(attachment, urgent=urgent))
+        call = Call(link, build=attachment, lane="control", urgent=urgent)
+        (answer,) = await Answers(messages.PsAttached, "an attachment", [call]).send().all()
+        link.plugins = answer.plugins
 
     def ps_addresses(self) -> list[str]:
         """Return where each ps is served now."""

@@ -26,7 +26,7 @@ from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.chief.watch import FailoverEvent, RollbackEvent
 from psync.client.context import setting
-from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
+from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, ask
 from psync.closures.closure import Closure
 from psync.closures.closure import State as ClosureState
 from psync.closures.membership import ScheduleReports
@@ -164,13 +164,11 @@ class Backups:
                 if host is None:
                     host = chosen = await self._host_for(ps)
                     epoch = next(self._next_epoch)
-                    order = messages.BackUp(epoch, *self._processes[host], False)
-                    await link.call(always(order))
+                    await link.call(messages.BackUp(epoch, *self._processes[host], False))
                     self._epochs[ps] = epoch
                     self._note(ps, host)
                     failures = 0
-                order = messages.BackUp(self._epochs[ps], *self._processes[host], True)
-                await link.call(always(order))
+                await link.call(messages.BackUp(self._epochs[ps], *self._processes[host], True))
                 self._note(ps, None)
                 # Where the ps that is served beside the backup is away, its loss is the alarm.
                 homes = zip(self._links, self._rule.homes, strict=True)
@@ -201,7 +199,7 @@ class Backups:
     async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
         """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
         order = messages.BackUp(next(self._next_epoch), "", "", False)
-        await self._links[ps].call(always(order), urgent=urgent)
+        await self._links[ps].call(order, urgent=urgent)
 
     async def _host_for(self, ps: int) -> int:
         """Return a process for a backup: the next one that is there, and has not refused."""
@@ -579,7 +577,7 @@ class ClusterRecovery:
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links
-        await all_of([link.call(always(message), segments, urgent=True) for link in links])
+        await all_of([link.call(message, segments, urgent=True) for link in links])
 
     async def _read(self) -> None:
         """Read the states; refuse a checkpoint that is of other variables than there are now."""
@@ -671,7 +669,7 @@ class ClusterRecovery:
                 await self._send(link, fill, piece)
 
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
-        await link.call(always(message), segments, bulk=True, urgent=True)
+        await link.call(message, segments, bulk=True, urgent=True)
 
     def _do(self, actions: Sequence[Action]) -> Step | None:
         """Do what takes no time; return the step. An error ends the run: joins would wait forever.

@@ -24,11 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
-import numpy as np
+import msgspec
 
 from psync.client.counters import PulledSteps
 from psync.client.extras import ErrorFeedback
-from psync.client.plan import Landing, Plan
+from psync.client.plan import Plan
 from psync.client.ps import AccumulatorClient, PsClient
 from psync.client.sync import PulledAhead, SyncClient
 from psync.errors import ClosureCancelled, ContextError, UsageError, other_loop
@@ -47,8 +47,7 @@ MAX_NAMED = 5
 LATE_HINT = "await, inside the step, every task and thread that it starts"
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class ClosureContext:
+class ClosureContext(msgspec.Struct, eq=False):
     """One run of one closure on this worker.
 
     Invariant: `closed` and `cancelled` are set on the worker's loop, and never unset.
@@ -68,7 +67,7 @@ class ClosureContext:
     cancelled: bool = False  # another closure failed, or this one was cancelled
     stop_reason: str = ""  # why the step asks for the end of training
     dropped: int = 0  # numbers that no update bears, or one that changes nothing, says its ps
-    ordinals: Iterator[int] = field(default_factory=itertools.count)
+    ordinals: Iterator[int] = msgspec.field(default_factory=itertools.count)
     """Numbers of the calls of this run. Counting is atomic: threads of a step may share it."""
     _pulled: PulledSteps | None = None
     _waiting: tuple[asyncio.Task[Any], ...] = ()
@@ -461,7 +460,7 @@ class Runtime:
     @functools.cached_property
     def ahead(self) -> PulledAhead:
         """Values that came with the answer to a push."""
-        return PulledAhead(self.ps.links, self.ps.now)
+        return PulledAhead(self.ps.links, self.ps.heard, self.ps.now)
 
     @functools.cached_property
     def feedback(self) -> ErrorFeedback:
@@ -481,21 +480,6 @@ class Runtime:
             return self._pulled
         return closure._pulled or closure.pulled
 
-    def take_ahead(self, plan: Plan) -> list[np.ndarray] | None:
-        """Return values that came with an answer, if they are what a pull would bring now."""
-        closure = here.get()
-        arrival = closure.arrival if type(closure) is ClosureContext else 0
-        landing = self.ahead.take(plan, arrival)
-        return None if landing is None else self.note_values(landing)
-
-    def note_values(self, landing: Landing) -> list[np.ndarray] | None:
-        """Return values that came with an answer, as pulled now; None: they did not come."""
-        if landing.arrays is not None:
-            pulled = self.pulled
-            for steps in landing.steps:
-                pulled.note(steps)
-        return landing.arrays
-
     def begin_update(self, operation: str) -> tuple[int, int]:
         """Return the identity of a new push or assign: (number of the closure or -1, ordinal).
 
@@ -504,7 +488,8 @@ class Runtime:
         """
         closure = here.get()
         if type(closure) is ClosureContext:
-            closure.check_open(operation)
+            if closure.cancelled or closure.closed:
+                closure.check_open(operation)
             number = closure.closure_id if closure.number < 0 else closure.number
             return number, next(closure.ordinals)
         return -1, next(self._ordinals)

@@ -57,12 +57,13 @@ class PulledSteps:
         # By group: answers before its last push; since then those that name it, their lowest step.
         self._groups: dict[int, tuple[int, int, int]] = {}
 
-    def note(self, steps: Sequence[tuple[int, int]]) -> None:
-        """Note the answer of one ps: (group, step) of each group that it names."""
-        self._answers += 1
-        for group, step in steps:
-            before, named, lowest = self._groups.get(group, (0, 0, step))
-            self._groups[group] = before, named + 1, min(lowest, step) if named else step
+    def note(self, answers: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Note the answers of ps tasks: of each, (group, step) of each group that it names."""
+        for steps in answers:
+            self._answers += 1
+            for group, step in steps:
+                before, named, lowest = self._groups.get(group, (0, 0, step))
+                self._groups[group] = before, named + 1, min(lowest, step) if named else step
 
     def lowest(self, group: int, alone: int = UNNAMED) -> int | None:
         """Return the lowest step of ``group`` in all answers since ``forget``.

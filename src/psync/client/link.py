@@ -45,7 +45,7 @@ from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
 from psync.wire.handshake import LANES
-from psync.wire.messages import DefinePlan, PsAttached
+from psync.wire.messages import DefinePlan
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,6 @@ LASTED_S = 60.0
 MAX_DEFINED = 65_536
 """Plans that a connection is known to have named; then all are named again."""
 
-Build = Callable[[Connection], Message]
-"""Makes the message of a request for a connection: what it defines depends on that."""
-
 Then = Callable[[Frame | Exception], None]
 """Called once with the reply, or with the reason why there is none. Must not raise."""
 
@@ -91,6 +88,7 @@ class PsLink:
         index: Of the ps.
         address: Where it is.
         lost_after_s: A ps that cannot be reached for so long is lost. inf: it may not be up yet.
+        heard: Counts the calls of all links of one client; None: these alone.
 
     Attributes:
         incarnation: Of the ps; None until the first connection.
@@ -100,7 +98,6 @@ class PsLink:
         plugins: What plugins have registered there, as it said when it was attached from here;
             None: it was not.
         away_for_s: So long it may be without any connection, once there was one; then it is lost.
-        num_calls: Requests so far, answers, and connections.
         relied_on: Answers of which those of other ps tasks may never come if this one is lost, or
             does not reach these; and which of the calls is that to this one.
         repeating: Calls that have no connection.
@@ -108,7 +105,14 @@ class PsLink:
 
     plugins: Sequence[Registered] | None = None
 
-    def __init__(self, endpoint: Endpoint, index: int, address: str, lost_after_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        index: int,
+        address: str,
+        lost_after_s: float,
+        heard: Heard | None = None,
+    ) -> None:
         self.index = index
         self.task = f"/job:ps/task:{index}"
         self.address = address
@@ -119,7 +123,7 @@ class PsLink:
         self.refused_for_s = REFUSED_FOR_S
         self.away_for_s = math.inf
         self.lost_after_s = lost_after_s
-        self.num_calls = 0
+        self.heard = heard or Heard()
         self.relied_on: dict[Answers[Any], int] = {}
         self._endpoint = endpoint
         self._life = 0  # how often it was revived
@@ -135,7 +139,7 @@ class PsLink:
 
     async def call(
         self,
-        build: Build,
+        message: Message,
         segments: Sequence[Segment] = (),
         *,
         bulk: bool = False,
@@ -144,7 +148,7 @@ class PsLink:
         """Make a ``Call``, and return the reply.
 
         Args:
-            build: As for ``Call``, as are ``segments`` and ``urgent``.
+            message: As for ``Call``, as are ``segments`` and ``urgent``.
             bulk: Whether a large body goes or comes.
 
         Raises:
@@ -155,7 +159,7 @@ class PsLink:
 
         Cancellation: Safe; the request may have been served.
         """
-        call = Call(self, build, segments, lane="bulk" if bulk else "control", urgent=urgent)
+        call = Call(self, message, segments, lane="bulk" if bulk else "control", urgent=urgent)
         answers = Answers(Message, "", [call]).send()
         try:
             await answers.ended
@@ -179,13 +183,17 @@ class PsLink:
             call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)
         is_held = self._released is not None and not call.urgent
-        self.num_calls += 1
+        self.heard.calls += 1
         if peer is None or not peer.is_open or self.lost is not None or is_held:
             call.go_on()
             return call
         try:
-            message = call.message = call.build(peer)
-            number = peer.ask(message, call.segments, call.told, call.into, copied=call.copied)
+            definition = call.definition
+            if definition is not None and definition.plan not in peer.state["plans"]:
+                self.define(peer, definition)
+            if call.build is not None:
+                call.message = call.build()
+            number = peer.ask(call.message, call.segments, call.told, call.into, copied=call.copied)
             call.end = functools.partial(peer.give_up, number)
         except Exception as exc:
             call.told(exc)
@@ -207,7 +215,9 @@ class PsLink:
                 continue  # likewise, and the ps is there, but empty
             began = asyncio.get_running_loop().time()
             try:
-                message = call.build(peer)
+                if call.definition is not None:
+                    self.define(peer, call.definition)
+                message = call.message if call.build is None else call.build()
                 return await peer.call(message, call.segments, into=call.into, copied=call.copied)
             except PlanForgotten:
                 losses += 1
@@ -225,7 +235,7 @@ class PsLink:
                     ) from exc
                 logger.debug("%s: repeating a request: %s", self.task, exc.message)
             finally:
-                self.num_calls += 1
+                self.heard.calls += 1
             if losses > 1:
                 await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
 
@@ -300,7 +310,7 @@ class PsLink:
                 raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
             self._peers[lane] = peer
             peer.state["plans"] = set()  # that were defined on it
-            self.num_calls += 1
+            self.heard.calls += 1
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
@@ -487,12 +497,22 @@ class PsLink:
         return [self._keepalive]
 
 
+class Heard(msgspec.Struct, eq=False):
+    """What one client has asked of ps tasks, and heard.
+
+    Attributes:
+        calls: Requests so far, answers, and connections.
+    """
+
+    calls: int = 0
+
+
 class Call(msgspec.Struct, eq=False):
     """A request to a ps that may be repeated: it is sent over and over until it is answered.
 
     Attributes:
         link: To the ps.
-        build: Makes the message.
+        message: What is asked.
         segments: As for ``Connection.call``.
         nbytes: Of the larger body, that goes or comes.
         lane: Over which connection it goes; "": that for its bytes.
@@ -501,11 +521,13 @@ class Call(msgspec.Struct, eq=False):
         urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
         copied: As for ``Connection.call``.
         number: By which the ps knows it again, of an update.
+        definition: Of the plan that the message names, which the connection has to know.
+        build: Makes the message, each time that it is sent; None: it is always the same.
         end: Gives it up; None: it is not under way.
     """
 
     link: PsLink
-    build: Build
+    message: Any = None  # None: it is built, and was not sent yet without a coroutine
     segments: Sequence[Segment] = ()
     nbytes: int = 0
     lane: str = ""
@@ -514,10 +536,11 @@ class Call(msgspec.Struct, eq=False):
     urgent: bool = False
     copied: bool = False
     number: int = 0
+    definition: DefinePlan | None = None
+    build: Callable[[], Message] | None = None
     end: Callable[[], object] | None = None
     then: Then | None = None
     is_repeated: bool = False  # in a coroutine
-    message: Message | None = None  # as it was sent last without a coroutine
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
@@ -527,7 +550,7 @@ class Call(msgspec.Struct, eq=False):
 
     def told(self, outcome: Frame | Exception) -> None:
         """It is over; unless its first connection is gone, or what it names is forgotten."""
-        self.link.num_calls += 1
+        self.link.heard.calls += 1
         if isinstance(outcome, ConnectionLost | PlanForgotten) and not self.is_repeated:
             try:
                 if self.message is not None:
@@ -537,7 +560,7 @@ class Call(msgspec.Struct, eq=False):
             else:
                 if isinstance(outcome, PlanForgotten):
                     self.link.define_again()
-                self.link.num_calls += 1
+                self.link.heard.calls += 1
                 self.go_on()
                 return
         self.end = None
@@ -605,8 +628,8 @@ class Answers(Generic[M]):
         """Make the calls, perhaps once more."""
         self.missing = len(self.calls)
         self.outcomes = [None] * self.missing
-        for at in range(self.missing):
-            self.ask(at)
+        for at, call in enumerate(self.calls):
+            call.link.ask(call, functools.partial(self.note, at))
         if not self.calls:
             self.complete()
         return self
@@ -672,7 +695,7 @@ class Answers(Generic[M]):
             Exception: The first error.
         """
         for call in self.calls:
-            del call.build  # which leads back here: it would hold what was sent
+            call.build = None  # which leads back here: it would hold what was sent
         messages = []
         for call, outcome in zip(self.calls, self.outcomes, strict=True):
             if isinstance(outcome, Exception):
@@ -689,11 +712,6 @@ class Answers(Generic[M]):
                     f"{sum(call.lengths)} bytes, got {sum(got)}"
                 )
         return messages
-
-
-def always(message: Message) -> Build:
-    """Return what makes this message for any connection, see ``PsLink.call``."""
-    return lambda peer: message
 
 
 def expect(received: Frame, kind: type[M] | UnionType, who: str, question: str) -> M:
@@ -714,15 +732,6 @@ def expect(received: Frame, kind: type[M] | UnionType, who: str, question: str) 
     return message
 
 
-def note_plugins(link: PsLink, received: Frame) -> None:
-    """Note what a ps has answered when it was attached.
-
-    Raises:
-        RemoteProtocolError: That is something else.
-    """
-    link.plugins = expect(received, PsAttached, link.task, "an attachment").plugins
-
-
 async def ask(
     link: PsLink, message: Message, kind: type[M], segments: Sequence[Segment] = (), **lane: bool
 ) -> tuple[M, Sequence[memoryview]]:
@@ -738,7 +747,7 @@ async def ask(
     Raises:
         RemoteProtocolError: It answers something else.
     """
-    received = await link.call(always(message), segments, **lane)
+    received = await link.call(message, segments, **lane)
     return expect(received, kind, link.task, type(message).__name__), received.segments
 
 

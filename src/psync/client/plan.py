@@ -267,7 +267,9 @@ def bodies_of(plan: Plan, arrays: Sequence[Array]) -> list[Body]:
         parts = []
         for index, start, stop in request.cuts:
             parts.append(views[index][start:stop])
-        bodies.append((Joined.of(parts, request.lengths), None, request.nbytes))
+        joined = Joined(parts)
+        joined.lengths = request.lengths
+        bodies.append((joined, None, request.nbytes))
     return bodies
 
 
@@ -336,8 +338,8 @@ class Landing:
         self._roots: list[np.ndarray | None] = [None] * len(plan.buffers)
         self._views: list[memoryview | None] = [None] * len(plan.buffers)
 
-    def _buffer(self, number: int) -> memoryview:
-        """Return a receive buffer; arrays on it are as writable as ``root``."""
+    def buffer(self, number: int) -> memoryview:
+        """Return a receive buffer: a good moment is one in which nothing else is to be done."""
         view = self._views[number]
         if view is None:
             memory = self._pool.lend(self.plan.buffers[number])
@@ -345,11 +347,6 @@ class Landing:
             root = self._roots[number] = memory.view()
             root.flags.writeable = self._writable
         return view
-
-    def make_room(self) -> None:
-        """Take memory for all of it: best while nothing else is to be done."""
-        for number in range(len(self.plan.buffers)):
-            self._buffer(number)
 
     def into(
         self, at: int, _: object, lengths: tuple[int, ...], lent: Borrowed | None
@@ -375,7 +372,7 @@ class Landing:
             targets = [self._target(*cut) for cut in request.cuts if cut[1] < cut[2]]
         else:
             for number, start, stop in request.pieces:
-                view = self._views[number] or self._buffer(number)
+                view = self._views[number] or self.buffer(number)
                 targets.append(view[start:stop])
         return targets
 
@@ -384,7 +381,7 @@ class Landing:
         if index in self._given:
             return to_bytes_view(self._given[index])[start:stop]
         buffer, offset, *_ = self.plan.places[index]
-        return self._buffer(buffer)[offset + start : offset + stop]
+        return self.buffer(buffer)[offset + start : offset + stop]
 
     async def copied(self) -> list[np.ndarray]:
         """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""
@@ -403,7 +400,7 @@ class Landing:
             if there and there.keys() >= {*variables}:
                 continue
             if self._roots[buffer] is None:  # of an empty one nothing has come
-                self._buffer(buffer)
+                self.buffer(buffer)
             memory, count = self._roots[buffer], len(variables)
             if count == 1:
                 made[variables[0]] = np.ndarray(shape, dtype, memory, offset)

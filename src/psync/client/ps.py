@@ -50,7 +50,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from psync.client.counters import Numbers, PulledSteps, WorkMeter
-from psync.client.link import Answers, Call, PsLink, always, ask, expect
+from psync.client.link import Answers, Call, Heard, PsLink, ask, expect
 from psync.client.plan import Array, Landing, Plan, Request, bodies_of, into_targets, make_plan
 from psync.errors import (
     ClosedError,
@@ -60,7 +60,6 @@ from psync.errors import (
     TaskLost,
     UnknownVariableError,
 )
-from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.shielding import end_all, shielded
 from psync.numerics.compression import Compression
@@ -112,7 +111,7 @@ class Delivery(Answers[M]):
         if self.timeline != outgoing.timeline:
             if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
                 self.timeline = outgoing.timeline
-                outgoing.send(self)
+                self.send()
                 return
         outgoing.answered(self.calls)
         if not self.ended.done():
@@ -158,7 +157,7 @@ class Outgoing:
         self.begun.add(ended)
         update.timeline = self.timeline
         try:
-            self.send(update)
+            update.send()
             await ended
         except asyncio.CancelledError:
             if self._closed:
@@ -169,10 +168,6 @@ class Outgoing:
         finally:
             self.begun.discard(ended)
         return update.messages()
-
-    def send(self, parts: Answers[Any]) -> None:
-        """Send all messages of an update, or what is staged of one."""
-        parts.send()
 
     def answered(self, calls: Sequence[Call]) -> None:
         """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
@@ -252,7 +247,8 @@ class PlanUpdate(Delivery[messages.Pushed]):
         client: Whose update it is.
         plan: Of the variables.
         arrays: For each of them; or none at all.
-        message: Makes one, given this, the place of its request, and the connection.
+        definitions: For each request.
+        message: Makes one, given this and the place of its request.
         lane: Over which connection it goes.
         landing: Gets values that come with the answers; None: none are wanted.
     """
@@ -262,7 +258,8 @@ class PlanUpdate(Delivery[messages.Pushed]):
         client: PsClient,
         plan: Plan,
         arrays: Sequence[Array],
-        message: Callable[[PlanUpdate, int, Connection], Message],
+        definitions: Sequence[messages.DefinePlan],
+        message: Callable[[PlanUpdate, int], Message],
         lane: str = "",
         landing: Landing | None = None,
     ) -> None:
@@ -271,7 +268,9 @@ class PlanUpdate(Delivery[messages.Pushed]):
         for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
             build, link = functools.partial(message, self, at), client.links[plan.requests[at].ps]
             self.rows.append(rows)
-            calls.append(Call(link, build, segments, nbytes, lane))
+            call = Call(link, segments=segments, nbytes=nbytes, lane=lane, build=build)
+            call.definition = definitions[at]
+            calls.append(call)
         super().__init__(messages.Pushed, "an update", calls, "the shards", True, landing)
 
 
@@ -297,6 +296,7 @@ class PsClient:
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
 
     Attributes:
+        heard: Counts the calls of all links.
         loop: The event loop to which its connections belong.
         memory: Of this task, which ps tasks of its host can read.
         work: What the time of this task goes to.
@@ -309,13 +309,15 @@ class PsClient:
         pool: BlockPool,
         lost_after_s: float = 15.0,
     ) -> None:
+        self.heard = Heard()
         self.links = [
-            PsLink(endpoint, index, address, lost_after_s)
+            PsLink(endpoint, index, address, lost_after_s, self.heard)
             for index, address in enumerate(addresses)
         ]
         self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
         self.memory = endpoint.platform.memory
         self.outgoing = self.parts.of(Outgoing)()
+        self._plan_update = self.parts.of(PlanUpdate)
         self._pool = pool
         self.loop = asyncio.get_running_loop()
         self.work = WorkMeter(self.loop.time)
@@ -406,16 +408,19 @@ class PsClient:
                 timeline = self.outgoing.timeline
                 calls = []
                 for at, request in enumerate(plan.requests):
-                    link = self.links[request.ps]
-                    definition = request.values if slots is None else slots[at]
-                    build = functools.partial(_read_of, link, request, definition, lock, None)
+                    read, definition = request.read, request.values
+                    if slots is not None or lock:
+                        definition = definition if slots is None else slots[at]
+                        read = messages.Read(definition.plan, lock)
                     into = functools.partial(landing.into, at)
-                    what = request.nbytes, lane, into, request.lengths
-                    calls.append(Call(link, build, (), *what))
+                    call = Call(self.links[request.ps], read, (), request.nbytes, lane, into)
+                    call.lengths, call.definition = request.lengths, definition
+                    calls.append(call)
                 answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
                 for pulled in await answers.all():
-                    if seen is not None:
-                        seen.note(pulled.steps)
+                    landing.steps += [pulled.steps]
+            if seen is not None:
+                seen.note(landing.steps)
             return await landing.copied() if landing.kept else landing.settle()
 
     async def read_rows(
@@ -454,22 +459,24 @@ class PsClient:
         answers = Answers(messages.Pulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
-                for pulled in await answers.send().all():
-                    if seen is not None:
-                        seen.note(pulled.steps)
+                pulled = await answers.send().all()
+                if seen is not None:
+                    seen.note([each.steps for each in pulled])
         if inverse is None:
             return landed
         return landed.take(inverse, 0, self.empty((len(rows), *row), dtype), "clip")
 
     def _rows_call(self, request: Request, parts: Sequence[_Rows]) -> Call:
-        said, link = [each.on_wire for each in parts], self.links[request.ps]
-        build = functools.partial(_read_of, link, request, request.values, 0, said)
+        read = messages.Read(request.values.plan, 0, [each.on_wire for each in parts])
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
         targets = [each.target for each in parts]
         lengths = tuple(map(len, targets))
         into = functools.partial(into_targets, lengths, [*filter(len, targets)])
         nbytes = max(sum(lengths), sum(map(len, numbers)))
-        return Call(link, build, numbers, nbytes, into=into, lengths=lengths)
+        return Call(
+            self.links[request.ps], read, numbers, nbytes, into=into, lengths=lengths,
+            definition=request.values,
+        )  # fmt: skip
 
     # What is changed.
 
@@ -519,10 +526,8 @@ class PsClient:
         what = optimizer, None if landing is None else landing.plan, raised and raised.key
         definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, raised)
 
-        def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
+        def message(update: PlanUpdate, at: int) -> messages.Update:
             request, sent, drawn = plan.requests[at], update.calls[at], update.drawn
-            if definitions[at].plan not in peer.state["plans"]:
-                sent.link.define(peer, definitions[at])
             return messages.Update(
                 sent.number, sent.link.updates.acked_below, call[0],
                 call[1] << PART_BITS | request.part, definitions[at].plan,
@@ -536,11 +541,13 @@ class PsClient:
 
         if IndexedSlices in map(type, gradients):
             gradients = self.in_order(gradients)
-        update = PlanUpdate(self, plan, gradients, message, landing=landing)
+        update = self._plan_update(self, plan, gradients, definitions, message, landing=landing)
         with self.work.push:
             answers = await self.outgoing.deliver(update)
         if landing is not None:
-            landing.steps = [each.steps for each in answers if each.steps is not None]
+            for each in answers:
+                if each.steps is not None:
+                    landing.steps += [each.steps]
             if len(landing.steps) == len(landing.plan.requests):
                 await landing.copied() if landing.kept else landing.settle()
         return answers
@@ -594,16 +601,12 @@ class PsClient:
 
         what = optimizer, None, None
         definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, None)
-
-        def message(at: int, peer: Connection) -> messages.MeasurePush:
-            ps = plan.requests[at].ps
-            self.links[ps].define(peer, definitions[at])
-            return messages.MeasurePush(definitions[at].plan, elsewhere.get(ps, 0))
-
         calls = []
         for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients)):
-            build, link = functools.partial(message, at), self.links[plan.requests[at].ps]
-            calls.append(Call(link, build, segments, nbytes))
+            ps = plan.requests[at].ps
+            message = messages.MeasurePush(definitions[at].plan, elsewhere.get(ps, 0))
+            call = Call(self.links[ps], message, segments, nbytes, definition=definitions[at])
+            calls.append(call)
         answers = await Answers(messages.Measured, "a measurement", calls).send().all()
         sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
         for request, answer in zip(plan.requests, answers, strict=True):
@@ -654,15 +657,15 @@ class PsClient:
         factors: list[float] | None = None,
         lock: int = 0,
     ) -> list[messages.Pushed]:
-        def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
+        def message(update: PlanUpdate, at: int) -> messages.Update:
             sent, drawn, part = update.calls[at], update.drawn, plan.requests[at].part
-            sent.link.define(peer, definitions[at])
             return messages.Update(
                 sent.number, sent.link.updates.acked_below, call[0], call[1] << PART_BITS | part,
                 definitions[at].plan, 0, 0, others_of(drawn, at), update.rows[at], factors, lock,
             )  # fmt: skip
 
-        update = PlanUpdate(self, plan, arrays, message, "control" if lock else "")
+        lane = "control" if lock else ""
+        update = self._plan_update(self, plan, arrays, definitions, message, lane)
         with self.work.push:
             return await self.outgoing.deliver(update)
 
@@ -805,24 +808,9 @@ class PsClient:
         timeline, message = -1, messages.SetOptimizer(*fields)
         while self.timeline != timeline:
             timeline = self.timeline
-            calls = [Call(link, always(message)) for link in self.links]
+            calls = [Call(link, message) for link in self.links]
             answers = await Answers(messages.OptimizerState, "SetOptimizer", calls).send().all()
         return total_of((answer.base, answer.own, answer.steps) for answer in answers)
-
-
-def _read_of(
-    link: PsLink,
-    request: Request,
-    definition: messages.DefinePlan,
-    lock: int,
-    rows: list[tuple[int, int, int, int, int]] | None,
-    peer: Connection,
-) -> messages.Read:
-    if definition.plan not in peer.state["plans"]:
-        link.define(peer, definition)
-    if definition is request.values and not lock and rows is None:
-        return request.read
-    return messages.Read(definition.plan, lock, rows)
 
 
 def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
@@ -985,11 +973,11 @@ class AccumulatorClient:
         link, name = self._ps.links[place.ps], place.definition.name
 
         def deliver() -> Awaitable[list[messages.AccumulatorState]]:
-            def build(_: Connection) -> Message:
+            def build() -> Message:
                 numbers = asked.number, link.updates.acked_below, call[0], call[1] << PART_BITS
                 return messages.UpdateAccumulator(*numbers, name, *said)
 
-            asked = Call(link, build, segments, sum(map(len, segments)))
+            asked = Call(link, segments=segments, nbytes=sum(map(len, segments)), build=build)
             delivery = Delivery(messages.AccumulatorState, "a gradient", [asked])
             return self._ps.outgoing.deliver(delivery)
 
@@ -1012,13 +1000,10 @@ class AccumulatorClient:
 
         async def call() -> Frame:
             number = takes.draw()
-
-            def build(_: Connection) -> Message:
-                return messages.TakeGradient(name, number, takes.acked_below, num_required)
-
+            take = messages.TakeGradient(name, number, takes.acked_below, num_required)
             try:
                 with self._ps.work.wait:
-                    return await link.call(build, bulk=True)  # the answer may be large
+                    return await link.call(take, bulk=True)  # the answer may be large
             finally:
                 takes.answered(number)
 

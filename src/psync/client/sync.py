@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
+
 from psync.client.counters import Numbers, PulledSteps
-from psync.client.link import Answers, Call, PsLink, always, ask
+from psync.client.link import Answers, Call, Heard, PsLink, ask
 from psync.client.plan import (
     BODY_PER_REQUEST,
     MEMBERS_PER_REQUEST,
@@ -52,7 +52,6 @@ from psync.client.plan import (
 )
 from psync.client.ps import PsClient, brought
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
-from psync.net.connection import Connection
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
 from psync.wire import messages
@@ -70,6 +69,7 @@ class PulledAhead:
 
     Args:
         links: To all ps tasks.
+        heard: Counts their calls.
         now: The time, in seconds: finer than ``GOOD_FOR_S``.
 
     Attributes:
@@ -77,11 +77,12 @@ class PulledAhead:
         arrivals: How often closures have come in.
     """
 
-    def __init__(self, links: Sequence[PsLink], now: Callable[[], float]) -> None:
+    def __init__(self, links: Sequence[PsLink], heard: Heard, now: Callable[[], float]) -> None:
         self.is_used = False
         self.arrivals = 0
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
         self._links = links
+        self._heard = heard
         self._now = now
         self._pool = BlockPool()
         self._plan: Plan | None = None  # of the first pull after the last push
@@ -104,7 +105,7 @@ class PulledAhead:
         self._is_first = True
         self._arrivals_then = self.arrivals
         asked = push.first.keys() | {0}
-        self._calls_then = self._calls() + 2 * len(asked)  # and the answers
+        self._calls_then = self._heard.calls + 2 * len(asked)  # and the answers
         plan = announced or self._plan
         if plan is None or plan.nbytes > SMALL_BODY_BYTES or not plan.first.keys() <= asked:
             return None
@@ -114,27 +115,24 @@ class PulledAhead:
         self._asked = Landing(plan, self._pool)
         return self._asked
 
-    def put(self, wanted: Landing | None) -> None:
-        """The push was answered, with values if any were wanted, and there were some.
+    def put(self, wanted: Landing | None = None) -> None:
+        """A turn begins: the push was answered, with values if any were wanted and there were some.
 
         They are good for this turn of the loop: in it nothing is heard from anybody.
         """
         if wanted is not None and wanted is self._asked and wanted.arrays is not None:
             self._wanted, self._came = wanted, self._now()
-        self._begin_turn()
+        self._in_turn, self._turns = True, self._turns + 1
+        asyncio.get_running_loop().call_soon(self._end_turn, self._turns)
 
     def begin_closure(self) -> None:
         """The next closure of this task begins, or what comes before it and may wait."""
         if self.is_used and self._in_turn:
-            self._begin_turn()
+            self.put()
 
     def end_closure(self) -> None:
         """A closure has returned; the turn in which it did goes on when the next one begins."""
         self._turns += 1
-
-    def _begin_turn(self) -> None:
-        self._in_turn, self._turns = True, self._turns + 1
-        asyncio.get_running_loop().call_soon(self._end_turn, self._turns)
 
     def _end_turn(self, turn: int) -> None:
         if turn == self._turns:
@@ -148,7 +146,7 @@ class PulledAhead:
             arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
         """
         self.is_used = True
-        silent = self._calls_then in (-1, self._calls())  # nothing else was asked, or answered
+        silent = self._calls_then in (-1, self._heard.calls)  # nothing else was asked, or answered
         fresh = self._in_turn and arrival <= self._arrivals_then and silent
         if self._is_first:  # where they come too late once, they will the next time
             is_in_time = self._in_turn and silent  # a closure may come in sooner the next time
@@ -158,18 +156,11 @@ class PulledAhead:
             return None
         return wanted if self._now() - self._came <= GOOD_FOR_S else None
 
-    def _calls(self) -> int:
-        calls = 0
-        for link in self._links:
-            calls += link.num_calls
-        return calls
 
-
-@dataclass(slots=True)
-class _Group:
+class _Group(msgspec.Struct, eq=False):
     """What this task knows of one group."""
 
-    pushes: Numbers = field(default_factory=Numbers)
+    pushes: Numbers = msgspec.field(default_factory=Numbers)
     token: int = -1  # the last one
     alone: int = -1  # until this step nothing of it was on another ps than 0, as far as known
 
@@ -178,7 +169,7 @@ NOTHING = Request(0, 0)
 """What ps 0 is sent that has none of a push's variables."""
 
 
-class _Answers(Answers[messages.Pushed | messages.Contributed]):
+class PartAnswers(Answers[messages.Pushed | messages.Contributed]):
     """The answers to a push, of which none is missing that it needs; see above."""
 
     def note(self, at: int, outcome: Frame | Exception) -> None:
@@ -200,6 +191,7 @@ class SyncClient:
 
     def __init__(self, ps: PsClient) -> None:
         self._ps = ps
+        self._answers = ps.parts.of(PartAnswers)
         self._groups: dict[int, _Group] = {}
 
     def token(self, group: int) -> int | None:
@@ -271,33 +263,32 @@ class SyncClient:
         definitions = plan.defined.get(what) or self._pushes_of(plan, what, config)
         pushes = known.pushes
         number = pushes.draw()
-
-        def build(at: int, peer: Connection) -> messages.Update:
-            if definitions[at].plan not in peer.state["plans"]:
-                self._ps.links[requests[at].ps].define(peer, definitions[at])
-            return messages.Update(
-                number, pushes.acked_below, *call, definitions[at].plan, 0, 0, None, bodies[at][1],
-                None, 0, local_step, weight,
-            )  # fmt: skip
-
         # Each replica may contribute several times to a step: then what is lent is a copy.
         copied = config["replicas_to_aggregate"] > config["total_num_replicas"]
-        calls = [
-            Call(
-                self._ps.links[requests[at].ps], functools.partial(build, at), segments, nbytes,
-                copied=copied,
-            )
-            for at, (segments, _, nbytes) in enumerate(bodies)
-        ]  # fmt: skip
+        calls: list[Call] = []
+        for request, definition, body in zip(requests, definitions, bodies, strict=True):
+            segments, rows, nbytes = body
+            update = messages.Update(
+                number, pushes.acked_below, *call, definition.plan, 0, 0, None, rows, None, 0,
+                local_step, weight,
+            )  # fmt: skip
+            link = self._ps.links[request.ps]
+            calls += [Call(link, update, segments, nbytes, copied=copied, definition=definition)]
         kind = messages.Pushed | messages.Contributed
-        answers = _Answers(kind, "a push", calls, "the values", True, landing)
+        answers = self._answers(kind, "a push", calls, "the values", True, landing)
         with self._ps.work.wait:
             try:
                 self._ps.links[0].relied_on[answers] = plan.first.get(0, 0)
-                self._send(answers)
+                answers.send()
                 if landing is not None:
-                    asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
-                came = await answers.all()
+                    for buffer in range(len(landing.plan.buffers)):  # meanwhile
+                        asyncio.get_running_loop().call_soon(landing.buffer, buffer)
+                try:
+                    await answers.ended
+                finally:
+                    if answers.missing:
+                        answers.give_up()
+                came = answers.messages()
             except BaseException:
                 with contextlib.suppress(PsyncError):
                     await self._let_go(group, number, answers, copied)
@@ -310,7 +301,7 @@ class SyncClient:
                 if type(each) is messages.Contributed:
                     answer = each
                 if landing is not None and each.steps is not None:
-                    landing.steps.append(each.steps)
+                    landing.steps += [each.steps]
             if answer is None:
                 raise RemoteProtocolError(
                     f"{self._ps.links[0].task} answered a synchronous push with Pushed, and says "
@@ -349,10 +340,6 @@ class SyncClient:
         ]  # fmt: skip
         return made
 
-    def _send(self, answers: Answers[Any]) -> None:
-        """Send all parts of a push."""
-        answers.send()
-
     async def _let_go(self, group: int, push: int, asked: Answers[Any], copied: bool) -> None:
         """Let nobody read any more where the caller has the gradients of a push.
 
@@ -372,7 +359,7 @@ class SyncClient:
             if not copied:
                 lent += filter(region_of, cast(list[memoryview], views))
             if views and (outcome is None or not copied):  # it comes behind what is on its way
-                calls.append(Call(call.link, always(keep), lane=call.lane))
+                calls.append(Call(call.link, keep, lane=call.lane))
 
         async def kept() -> None:
             try:

@@ -22,7 +22,7 @@ from psync.errors import (
     ParameterServerLost,
     RemoteProtocolError,
 )
-from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
+from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
@@ -151,7 +151,7 @@ class AllPs:
         measures = type(message) is CloseStep and message.measures
         expected = Measured if measures else Done
 
-        def build(_: Connection) -> Message:
+        def build() -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:
                 return message
             return replace(message, config=self._sync.groups[message.group].raw)
@@ -178,7 +178,7 @@ class AllPs:
                     self._told.add((ps, message.group))
                 done(answer)
 
-        call = link.ask(Call(link, build), answered)
+        call = link.ask(Call(link, build=build), answered)
         if isinstance(message, FollowParts) and ps in self.following:
             self.following[ps] = call
 

@@ -50,18 +50,18 @@ def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
             pass
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(np.uint8).data
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def to_bytes_views(arrays: Sequence[NDArray[np.generic]]) -> list[memoryview]:
     """Return ``to_bytes_view`` of each: in one call for many that are ready to be sent."""
+    views: list[memoryview] = []
     try:
-        return [
-            each.data.cast("B") if each.dtype.isnative else to_bytes_view(each) for each in arrays
-        ]
+        for each in arrays:
+            views += [each.data.cast("B") if each.dtype.isnative else to_bytes_view(each)]
     except (TypeError, ValueError):
-        return list(map(to_bytes_view, arrays))
+        views = list(map(to_bytes_view, arrays))
+    return views
 
 
 def array_from_bytes(

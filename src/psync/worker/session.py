@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
+import msgspec
+
 from psync.client.context import ClosureContext, Runtime, here, setting
 from psync.client.link import expect
 from psync.client.sync import NEVER
@@ -90,8 +92,7 @@ MAX_STEPS = 256
 """Loaded functions that a worker keeps; the one loaded longest ago goes first."""
 
 
-@dataclass(slots=True, eq=False)
-class HeldClosure:
+class HeldClosure(msgspec.Struct, eq=False):
     """A closure that this worker holds."""
 
     id: int
@@ -427,7 +428,24 @@ class Session:
         before = WeakSet(asyncio.all_tasks())
         while not self._ended:
             try:
-                await self._run_queued()
+                if not self._queue or (self._leaving and self._queue[0].replica is None):
+                    self._idle.set()
+                    self._wake.clear()
+                    await self._wake.wait()
+                    self._last_turn = self._loop.time()
+                    continue
+                self.running = self._queue.popleft()
+                try:
+                    await self._run_one(self.running)
+                finally:
+                    self.running = None
+                if self._nbytes > SMALL_BODY_BYTES:
+                    await self._turn()
+                    self.runtime.ahead.begin_closure()  # none, but it may wait
+                    await self.bulk.wait_writable()
+                    self.runtime.ahead.end_closure()
+                if self._now - self._last_turn > TURN_S:
+                    await self._turn()
             except asyncio.CancelledError:
                 if self._ended or most_are_cancelled(before):
                     raise
@@ -439,27 +457,6 @@ class Session:
                 logger.exception("worker %d cannot continue", self.attach.worker_index)
                 self.control.abort(exc)
                 return
-
-    async def _run_queued(self) -> None:
-        while not self._ended:
-            if not self._queue or (self._leaving and self._queue[0].replica is None):
-                self._idle.set()
-                self._wake.clear()
-                await self._wake.wait()
-                self._last_turn = self._loop.time()
-                continue
-            self.running = self._queue.popleft()
-            try:
-                await self._run_one(self.running)
-            finally:
-                self.running = None
-            if self._nbytes > SMALL_BODY_BYTES:
-                await self._turn()
-                self.runtime.ahead.begin_closure()  # none, but it may wait
-                await self.bulk.wait_writable()
-                self.runtime.ahead.end_closure()
-            if self._now - self._last_turn > TURN_S:
-                await self._turn()
 
     async def _turn(self) -> None:
         """Let results leave, with refusals of tasks that a step has left; and requests arrive."""

@@ -6,11 +6,11 @@ them; and a step that is decided ends with the error that a failpoint raises.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from psync.client.link import Answers, Call, always
-from psync.client.ps import Outgoing
-from psync.client.sync import SyncClient
+from psync.client.link import Answers, Call
+from psync.client.ps import PlanUpdate
+from psync.client.sync import PartAnswers
 from psync.errors import PsyncError
 from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.step import KnownGroup, OutgoingStep
@@ -19,76 +19,68 @@ from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.frames import Frame
 from psync.wire.messages import KeepPart
 
+A = TypeVar("A", bound=Answers[Any])
 
-class SteppedOutgoing(Outgoing):
-    """Deliveries that a test may stop between two messages of an update."""
+
+class SteppedUpdate(PlanUpdate):
+    """An update that a test may stop between two of its messages."""
 
     failpoints: Failpoints
+    is_stepped = False
 
-    def send(self, parts: Answers[Any]) -> None:
-        """Send all at once; or one by one, if it is armed what happens between them."""
-        if self.failpoints.armed(BETWEEN_PS):
-            _step(parts, self.failpoints)
-        super().send(parts)
+    def send(self) -> Self:
+        """Make all calls at once; or one by one, if it is armed what happens between them."""
+        self.is_stepped = self.failpoints.armed(BETWEEN_PS) and len(self.calls) > 1
+        return _begun(self) if self.is_stepped else super().send()
 
-
-def _step(parts: Answers[Any], failpoints: Failpoints) -> None:
-    """Let each call be made when the one before it was answered."""
-    ask, note = type(parts).ask, type(parts).note
-
-    def ask_first(at: int) -> None:
-        if not at:
-            ask(parts, at)
-
-    def note_and_go_on(at: int, outcome: Frame | Exception) -> None:
+    def note(self, at: int, outcome: Frame | Exception) -> None:
+        """One of them has ended: then the next one is made."""
         following = at + 1
-        is_last = following == len(parts.calls)
-        note(parts, at, outcome)
-        if is_last:
+        super().note(at, outcome)
+        if not self.is_stepped or following == len(self.calls):
             return
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            failpoints.hit(BETWEEN_PS)
+            self.failpoints.hit(BETWEEN_PS)
         except Exception as exc:
-            parts.note(following, exc)
+            self.note(following, exc)
         else:
-            ask(parts, following)
-
-    parts.ask, parts.note = ask_first, note_and_go_on  # type: ignore[method-assign]
+            self.ask(following)
 
 
-class SteppedSyncClient(SyncClient):
+class SteppedParts(PartAnswers):
     """The same for synchronous pushes, whose parts are answered when all are there."""
 
     failpoints: Failpoints
 
-    def _send(self, answers: Answers[Any]) -> None:
-        if self.failpoints.armed(BETWEEN_PS) and len(answers.calls) > 1:
-            self._step(answers)
-        super()._send(answers)
-
-    def _step(self, answers: Answers[Any]) -> None:
-        """Let the first part arrive before the others are sent."""
-        ask, first = answers.ask, answers.calls[0]
+    def send(self) -> Self:
+        """Make all calls at once; or the first one, and the others when that has arrived."""
+        if not self.failpoints.armed(BETWEEN_PS) or len(self.calls) == 1:
+            return super().send()
 
         def arrived(_: object) -> None:
             try:
                 self.failpoints.hit(BETWEEN_PS)
             except Exception as exc:
-                answers.note(1, exc)
+                self.note(1, exc)
             else:
-                for at in range(1, len(answers.calls)):
-                    ask(at)
+                for at in range(1, len(self.calls)):
+                    self.ask(at)
 
-        def ask_first(at: int) -> None:
-            if not at:
-                ask(0)
-                # On the same connection: what is about no part changes nothing.
-                asked = Call(first.link, always(KeepPart(0, 0)), lane=first.lane)
-                first.link.ask(asked, arrived)
+        _begun(self)
+        # On the same connection: what is about no part changes nothing.
+        first = self.calls[0]
+        first.link.ask(Call(first.link, KeepPart(0, 0), lane=first.lane), arrived)
+        return self
 
-        answers.ask = ask_first  # type: ignore[method-assign]
+
+def _begun(answers: A) -> A:
+    """Make the first of several calls."""
+    answers.missing = len(answers.calls)
+    answers.outcomes = [None] * answers.missing
+    answers.ask(0)
+    return answers
 
 
 class SteppedSteps(OutgoingSteps):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TypeVar, cast
 
 from psync.checkpoints.files import Writer
-from psync.client.ps import Outgoing
-from psync.client.sync import SyncClient
+from psync.client.ps import PlanUpdate
+from psync.client.sync import PartAnswers
 from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
 from psync.ps.admission import UpdateGate
@@ -24,7 +24,7 @@ from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates
 from psync.testing.sabotage.early_writer import EarlyWriter
 from psync.testing.sabotage.failpoints import Failpoints
-from psync.testing.sabotage.interrupted import SteppedOutgoing, SteppedSteps, SteppedSyncClient
+from psync.testing.sabotage.interrupted import SteppedParts, SteppedSteps, SteppedUpdate
 from psync.testing.sabotage.message_loss import LossyConnection, MessageLosses
 from psync.testing.sabotage.places import PLACES, with_places
 from psync.testing.sabotage.ps import SabotagedPs
@@ -79,7 +79,7 @@ class SabotagedParts(Parts):
         self._apply_log = apply_log
         self._made: dict[type, type] = {}
         self._instead: dict[type, type] = {
-            PsTask: SabotagedPs, Outgoing: SteppedOutgoing, SyncClient: SteppedSyncClient,
+            PsTask: SabotagedPs, PlanUpdate: SteppedUpdate, PartAnswers: SteppedParts,
             OutgoingSteps: SteppedSteps,
         }  # fmt: skip
         self._instead.update(WITHOUT[name] for name in without & WITHOUT.keys())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from psync.backups.primary import BackupSender
 from psync.checkpoints.files import Writer
 from psync.client.ps import Delivery, Outgoing, PlanUpdate
-from psync.client.sync import SyncClient
+from psync.client.sync import PartAnswers, SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.snapshots import Snapshots
@@ -72,7 +72,7 @@ PLACES = (
     Place("worker.push.begun", Outgoing, "deliver", BEGIN, _is_update),
     Place("worker.push.begun", SyncClient, "contribute", BEGIN),
     # All parts of a synchronous push are on their way.
-    Place("worker.push.sent", SyncClient, "_send", END),
+    Place("worker.push.sent", PartAnswers, "send", END),
     # All ps tasks have answered, the step does not know yet.
     Place("worker.push.answered", Outgoing, "deliver", END, _is_update),
     Place("worker.push.answered", SyncClient, "contribute", END),
