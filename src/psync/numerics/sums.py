@@ -90,14 +90,16 @@ def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
             np.multiply(gradient, weight, out=total, dtype=total.dtype)
 
 
-def _accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
+@np.errstate(all="ignore")
+def accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Add ``weight * gradient`` to ``total``, in place, in its dtype. Arguments as of ``begin``."""
     if weight != 1.0:
         gradient = np.multiply(gradient, weight, dtype=total.dtype)
     np.add(total, gradient, out=total, dtype=total.dtype)
 
 
-def _finish(
+@np.errstate(all="ignore")
+def finish(
     total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None = None
 ) -> None:
     """Make the result of a sum: ``total / weight_sum``, or for "sum" the total itself.
@@ -113,10 +115,6 @@ def _finish(
         np.divide(total, weight_sum, out=out, dtype=total.dtype)
     elif out is not total:
         np.copyto(out, total, casting="same_kind")
-
-
-accumulate = np.errstate(all="ignore")(_accumulate)
-finish = np.errstate(all="ignore")(_finish)
 
 
 def check_weight(weight: object) -> float:
@@ -366,6 +364,43 @@ def firsts(ordered: np.ndarray) -> np.ndarray:
 # --- means of a synchronous step -----------------------------------------------------------------
 
 
+def reduced(
+    gradients: Sequence[np.ndarray],
+    weights: Sequence[float],
+    reduction: Reduction,
+    scratch: Scratch,
+) -> np.ndarray:
+    """Return the mean, or sum, of gradients; valid until the scratch memory is used again.
+
+    It is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
+    ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
+
+    Args:
+        gradients: Of each push: 1-D, all of one length and floating dtype, at least one.
+        weights: Of each push, above 0.
+        reduction: "mean" or "sum".
+        scratch: Memory for the result. Called by its ``quietly``: infinities and NaN are results.
+    """
+    total = first = gradients[0]
+    if len(gradients) == 1 and weights[0] == 1:
+        return first
+    work = sum_dtype(first.dtype)
+    (room,) = scratch.arrays(work, 1, first.size)
+    if weights[0] != 1:
+        total = np.multiply(first, weights[0], out=room, dtype=work)
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        if weight != 1:
+            gradient = np.multiply(gradient, weight, dtype=work)
+        total = np.add(total, gradient, out=room, dtype=work)
+    (out,) = (room,) if work == first.dtype else scratch.arrays(first.dtype, 1, first.size)
+    weight_sum = sum(weights)
+    if reduction == "mean" and weight_sum != 1:
+        np.divide(total, weight_sum, out=out, dtype=work)
+    elif out is not total:
+        np.copyto(out, total, casting="same_kind")
+    return out
+
+
 @dataclass(slots=True, eq=False)
 class MeanGradient:
     """The mean, or sum, of the gradients that several pushes have for one shard.
@@ -374,9 +409,8 @@ class MeanGradient:
     is valid until the next cut of anything that shares the scratch memory. ``cut`` does it with
     other scratch memory, in whatever thread.
 
-    The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
-    ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
-    With a scale that result is multiplied by it, as ``clipping.scaled`` says.
+    ``reduced`` says what the result is. With a scale it is multiplied by that, as
+    ``clipping.scaled`` says.
 
     Args:
         gradients: Of each push: 1-D, all of one length and floating dtype. They must not change
@@ -409,18 +443,10 @@ class MeanGradient:
 
     def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
         """As ``mean[part]``, with other memory for the sum."""
-        mean = first = self.gradients[0][part]
-        if len(self.gradients) > 1 or self.weights[0] != 1:
-            work = sum_dtype(first.dtype)
-            (total,) = scratch.arrays(work, 1, first.size)
-            mean = total
-            if work != first.dtype:
-                (mean,) = scratch.arrays(first.dtype, 1, first.size)
-            with np.errstate(all="ignore"):  # once: it costs as much as adding small arrays
-                begin(total, first, self.weights[0])
-                for gradient, weight in zip(self.gradients[1:], self.weights[1:], strict=True):
-                    _accumulate(total, gradient[part], weight)
-                _finish(total, sum(self.weights), self.reduction, mean)
+        gradients = [gradient[part] for gradient in self.gradients]
+        mean: np.ndarray = scratch.quietly(
+            reduced, gradients, self.weights, self.reduction, scratch
+        )
         return mean if self.scale == 1.0 else self._scaled(mean, scratch)
 
     def _scaled(self, mean: np.ndarray, scratch: Scratch) -> np.ndarray:

@@ -60,7 +60,7 @@ from psync.store.ledger import Call, Client, Duplicate, Ledger
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
-from psync.store.work import nothing
+from psync.store.work import DONE
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     CreateShards,
@@ -266,7 +266,7 @@ class PsUpdate(Compute):
                 gradients = cast(Adjacent, self.operands)[run]
                 plan = known.run_plans[position]
                 store.apply_at_once(known.optimizer, plan, gradients, self.step)
-                return nothing()
+                return DONE
             position = run.start
         key, factors = known.keys[position], self.message.factors
         if known.followed:
