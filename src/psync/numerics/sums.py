@@ -73,6 +73,7 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     raise ValueMismatchError(f"only floating-point gradients can be summed, got {name}")
 
 
+@np.errstate(all="ignore")
 def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Write the first term of a sum, ``weight * gradient``, over whatever ``total`` holds.
 
@@ -83,11 +84,7 @@ def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
         gradient: Of that shape.
         weight: Positive and finite.
     """
-    if weight == 1.0:
-        np.copyto(total, gradient)
-    else:
-        with np.errstate(all="ignore"):
-            np.multiply(gradient, weight, out=total, dtype=total.dtype)
+    np.multiply(gradient, weight, out=total, dtype=total.dtype)
 
 
 @np.errstate(all="ignore")
@@ -365,39 +362,38 @@ def firsts(ordered: np.ndarray) -> np.ndarray:
 
 
 def reduced(
-    gradients: Sequence[np.ndarray],
-    weights: Sequence[float],
-    reduction: Reduction,
-    scratch: Scratch,
-) -> np.ndarray:
+    gradients: Sequence[np.ndarray], weights: Sequence[float], reduction: Reduction,
+    scratch: Scratch, scale: float = 1.0,
+) -> np.ndarray:  # fmt: skip
     """Return the mean, or sum, of gradients; valid until the scratch memory is used again.
 
     It is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
     ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
+    With a scale that result is multiplied by it, and rounded, as ``scaled`` says.
 
     Args:
         gradients: Of each push: 1-D, all of one length and floating dtype, at least one.
         weights: Of each push, above 0.
         reduction: "mean" or "sum".
         scratch: Memory for the result. Called by its ``quietly``: infinities and NaN are results.
+        scale: What limits the norm of the mean of the whole variable.
     """
-    total = first = gradients[0]
-    if len(gradients) == 1 and weights[0] == 1:
-        return first
-    work = sum_dtype(first.dtype)
-    (room,) = scratch.arrays(work, 1, first.size)
-    if weights[0] != 1:
-        total = np.multiply(first, weights[0], out=room, dtype=work)
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        if weight != 1:
-            gradient = np.multiply(gradient, weight, dtype=work)
-        total = np.add(total, gradient, out=room, dtype=work)
-    (out,) = (room,) if work == first.dtype else scratch.arrays(first.dtype, 1, first.size)
-    weight_sum = sum(weights)
-    if reduction == "mean" and weight_sum != 1:
-        np.divide(total, weight_sum, out=out, dtype=work)
-    elif out is not total:
-        np.copyto(out, total, casting="same_kind")
+    out = first = gradients[0]
+    dtype, size, work = first.dtype, first.size, sum_dtype(first.dtype)
+    if len(gradients) > 1 or weights[0] != 1:
+        (room,) = scratch.arrays(work, 1, size)
+        total = first if weights[0] == 1 else np.multiply(first, weights[0], out=room, dtype=work)
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            if weight != 1:
+                gradient = np.multiply(gradient, weight, dtype=work)
+            total = np.add(total, gradient, out=room, dtype=work)
+        (out,) = (room,) if work == dtype else scratch.arrays(dtype, 1, size)
+        divisor = sum(weights) if reduction == "mean" else 1
+        if divisor != 1 or out is not total:
+            np.divide(total, divisor, out=out, dtype=work)
+    if scale != 1.0:
+        (_, product) = scratch.arrays(dtype, 2, size)  # the mean may lie in the first
+        out = np.multiply(out, scale, out=product, dtype=work)
     return out
 
 
@@ -409,8 +405,7 @@ class MeanGradient:
     is valid until the next cut of anything that shares the scratch memory. ``cut`` does it with
     other scratch memory, in whatever thread.
 
-    ``reduced`` says what the result is. With a scale it is multiplied by that, as
-    ``clipping.scaled`` says.
+    ``reduced`` says what the result is.
 
     Args:
         gradients: Of each push: 1-D, all of one length and floating dtype. They must not change
@@ -444,21 +439,9 @@ class MeanGradient:
     def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
         """As ``mean[part]``, with other memory for the sum."""
         gradients = [gradient[part] for gradient in self.gradients]
-        mean: np.ndarray = scratch.quietly(
-            reduced, gradients, self.weights, self.reduction, scratch
-        )
-        return mean if self.scale == 1.0 else self._scaled(mean, scratch)
-
-    def _scaled(self, mean: np.ndarray, scratch: Scratch) -> np.ndarray:
-        work = sum_dtype(mean.dtype)
-        product = scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
-        with np.errstate(all="ignore"):  # infinity times 0 is a result
-            np.multiply(mean, self.scale, out=product, dtype=work)
-            if work == mean.dtype:
-                return product
-            rounded = scratch.arrays(mean.dtype, 2, mean.size)[1]
-            np.copyto(rounded, product, casting="same_kind")
-        return rounded
+        given = gradients, self.weights, self.reduction, scratch, self.scale
+        mean: np.ndarray = scratch.quietly(reduced, *given)
+        return mean
 
 
 def growing_decay(limit: float, step: int) -> float:

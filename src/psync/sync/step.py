@@ -28,6 +28,9 @@ from psync.wire.messages import CloseStep
 
 GLOBAL_STEP_DTYPE = "int64"
 
+NOWHERE = 1 << 62
+"""A step that is never reached."""
+
 NOTHING = ShardSet(())
 
 Gradient = np.ndarray | RowValues
@@ -112,8 +115,8 @@ class KnownGroup:
 
     Attributes:
         broken: A step could not be applied here: neither can others.
-        elsewhere: On ps 0, the first step of which other ps tasks are told; -1: nothing of the
-            group is there so far. On another one 0.
+        elsewhere: On ps 0, the first step of which other ps tasks are told: before it, ps 0 is
+            *alone*. ``NOWHERE``: nothing of the group is there so far. On another one 0.
     """
 
     def __init__(
@@ -140,10 +143,6 @@ class KnownGroup:
         self.outgoing: OutgoingStep | None = None  # likewise
         self.one: np.ndarray | None = None  # by which the global step is raised
         self._layout = Layout((), -1, (), 0, ())  # of the last step whose pushes were alike
-
-    def is_alone(self, step: int) -> bool:
-        """Return whether ps 0 tells no other of a step: nothing of the group is there before it."""
-        return self.elsewhere < 0 or step < self.elsewhere
 
     @functools.cached_property
     def averages(self) -> list[Average]:
