@@ -26,7 +26,7 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.sync import step, step_closer
 from psync.sync.ps_sync import CLOSER, PsSync
-from psync.sync.step import OutgoingStep
+from psync.sync.step import NOWHERE, OutgoingStep
 from psync.sync.step_closer import StepCloser, _Here
 from psync.wire import messages as m
 from psync.wire.codec import decode, encode
@@ -64,7 +64,7 @@ class Ps(NamedTuple):
     fenced: tuple[tuple[str, int], ...] = ()
     waiting: tuple[tuple[Push, int], ...] = ()  # requests: a push, and which time it was sent
     applied: tuple[tuple[int, frozenset[Push]], ...] = ()  # steps
-    elsewhere: int = -1  # see ``KnownGroup``
+    elsewhere: int = NOWHERE  # see ``KnownGroup``
 
 
 class State(NamedTuple):
@@ -173,7 +173,7 @@ class Others:
 
     def tell(self, message: m.CloseStep, parts: Any, then: Any) -> None:
         self.world.then = then
-        is_alone = self.sync.groups[GROUP].is_alone(message.step)
+        is_alone = message.step < self.sync.groups[GROUP].elsewhere
         if not is_alone:
             pushes = [(*push, on) for push, on in zip(message.pushes, parts, strict=True)]
             self.world.down.append(("close", message.step, _hashable(pushes)))
@@ -236,7 +236,7 @@ class World:
 
     def _closer(self, here: tuple[Any, ...]) -> Any:
         sync = self.made[0]
-        closer: Any = StepCloser(PLATFORM, ATTACH, sync, NONE, lambda: None)
+        closer: Any = StepCloser(PLATFORM, ATTACH, sync, NONE, CLOCKS)
         closer.all_ps.world = self
         if not self.state.rule:
             closer.steps.define(GROUP, self.cluster.config, 0)
@@ -282,7 +282,7 @@ class World:
                 group |= {"counts": [], "staleness": [], "steps": [0, 0]}
                 group["tokens"][-3:] = [0, 0, 0]
             rule, is_settled = msgpack.encode(made), steps.is_settled
-            closing = tuple((each.step, _hashable(each.pushes)) for each in steps.closing())
+            closing = tuple((each.step, _hashable(_placed(each))) for each in steps.closing())
             here = tuple(
                 (key, each.local_step, tuple(each.held), *_waiting(each.waits))
                 for key, each in sorted(self.closer._here.items())
@@ -468,7 +468,7 @@ class World:
             counts = [any(worker.push in made for _, made in states[at].applied) for at in places]
             if heard[0] == "accepted" and not all(counts):
                 raise Violation(f"{worker.push} is told accepted, and is in the values: {counts}")
-            told = states if 0 <= states[0].elsewhere < worker.token else states[:1]
+            told = states if states[0].elsewhere < worker.token else states[:1]
             if worker.token > min(each.step or 0 for each in told):
                 raise Violation(f"{worker.push} gets token {worker.token} too early")
             self._ends(index, heard[0].split()[0])
@@ -667,6 +667,10 @@ def _hashable(pushes: Any) -> tuple[Any, ...]:
     return tuple((*each[:4], tuple(each[4])) for each in pushes)
 
 
+def _placed(close: Any) -> list[tuple[Any, ...]]:
+    return [(*push, on) for push, on in zip(close.pushes, close.places, strict=True)]
+
+
 def _waiting(waits: Any) -> tuple[Any, int]:
     return (None, 0) if waits is None else (waits[0].push, waits[0].attempt)
 
@@ -676,6 +680,7 @@ NONE: Any = None
 PLATFORM: Any = SimpleNamespace(limits=SimpleNamespace(staging_bytes=1 << 40), parts=Parts())
 WORK: Any = SimpleNamespace(is_torn=False, give_up=_raise)
 STORE: Any = SimpleNamespace(failures={})  # nothing is applied
+CLOCKS: Any = SimpleNamespace(heeds_groups=False)
 LOCKS: Any = SimpleNamespace(num_exclusive=0, begin=_nothing, end=_nothing)
 ATTACH: Any = SimpleNamespace(coordinator=1, ps_addresses=BOTH)
 SETS = [

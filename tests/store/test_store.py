@@ -35,7 +35,7 @@ from psync.store.reattach import FormerStore, Orders
 from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import Loaded, freeze
 from psync.store.snapshot_state import NOTHING, SnapshotState
-from psync.store.store import Adjacent, Plan, ShardStore, Work, ones
+from psync.store.store import Adjacent, Means, Plan, ShardStore, Work, ones
 from psync.store.work import BlockWork, Workspace
 from rule_table import RULES
 
@@ -258,7 +258,7 @@ def test_whatever_is_done_a_store_has_what_numpy_has_and_what_was_read_stays(
                 run(work)
             else:  # (1 · 0 + 3 · g) / 4
                 pushes = [[grad * 0 for grad in flat], adjacent(flat) if number % 2 else flat]
-                store.apply_at_once(optimizer, keys, store.means_of(pushes, (1, 3)), step)
+                store.apply_at_once(optimizer, keys, Means(pushes, (1, 3)), step)
                 grads = [grad * np.float32(0.75) for grad in grads]
             for each, grad in zip(keys, grads, strict=True):
                 model.update(optimizer, each, grad, step)
@@ -578,8 +578,6 @@ REFUSED: list[tuple[Callable[[ShardStore], object], type[PsyncError], str]] = [
      f"{TASK}: expected the config of an optimizer"),
     (lambda s: s.measure(0, KEY, np.zeros(640, np.float32), 0, []), UsageError,
      f"optimizer 0 (sgd) on {TASK} has nothing to measure"),
-    (lambda s: s.means_of([adjacent([np.zeros(2, np.float32)])], []), UsageError,
-     "expected gradients, and a weight for each, got 1 and 0"),
     (lambda s: (s.define_optimizer(2, Lamb(0.1).to_config()), s.check_apply_rows(2, KEY)),
      ValueMismatchError, "norm over the whole"),
     (lambda s: (s.define_optimizer(2, ACCUMULATING.to_config()), s.check_apply_rows(2, KEY)),
@@ -956,7 +954,7 @@ def test_other_shards_of_the_push_are_updated(registry: None) -> None:
     assert error is not None
     assert '"v1/part_0"' in error.message
     assert store.take_failure(0, 0) is None  # once
-    store.apply_at_once(0, keys, store.means_of([gradients, gradients], [1.0, 1.0]), 1)
+    store.apply_at_once(0, keys, Means([gradients, gradients], [1.0, 1.0]), 1)
     assert store.take_failure(0, 1) is not None
     assert [store.version(key) for key in keys] == [2, 0, 2]
 

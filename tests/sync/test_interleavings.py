@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from asked import Asked, peer_of
 from interleavings import Cluster, World, explore, played
 from psync.errors import RemoteProtocolError
+from psync.sync import step_closer
 from psync.sync.group import Group
 from psync.sync.outgoing_steps import OutgoingSteps
-from psync.sync.step import KnownGroup
 from psync.sync.step_closer import StepCloser
 from psync.testing.simulation.mutants import MUTANTS
 from psync.testing.simulation.tight import replaced
@@ -81,7 +82,7 @@ def test_a_ps_says_what_it_holds_itself() -> None:
 
 def notes_what_came(original: Callable[..., Any]) -> Any:
     def took(self: StepCloser, request: Any, part: Any) -> None:
-        calls = self.steps._group(part.key[0])._calls
+        calls = self.steps._groups[part.key[0]]._calls
         calls.setdefault(request.message.closure, {}).setdefault(0, repr(part.key[1:]).encode())
         original(self, request, part)
 
@@ -94,6 +95,21 @@ def came_first(_: Callable[..., Any]) -> Any:
         return self._calls.get(push.closure, {}).get(0) not in (None, this)
 
     return was_counted
+
+
+def waits_for_no_part(original: Callable[..., Any]) -> Any:
+    def took(self: StepCloser, request: Any, part: Any) -> None:
+        original(self, request, part)
+        self._go_on({part.key} & self._here.keys())
+
+    return took
+
+
+def finds_all_new(original: Callable[..., Any]) -> Any:
+    def judge(self: Group, push: Any, *more: object) -> Any:
+        return original(self, msgspec.structs.replace(push, local_step=self.step), *more)
+
+    return judge
 
 
 def puts_tokens_at_once(original: Callable[..., Any]) -> Any:
@@ -117,7 +133,7 @@ ONE, TWO = {"needed": 1, "closures": 1}, {"needed": 1, "closures": 2}
 
 BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
     "a push counts when all its parts are there": (
-        [(StepCloser, "_is_complete", lambda _: lambda *_: True)],
+        [(StepCloser, "_took", waits_for_no_part)],
         ONE, "which has not come in yet",
     ),
     "an intent is recorded when a push counts": (
@@ -131,14 +147,14 @@ BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
         [(StepCloser, "_go_on", forgets_who_waits)], TWO, "closures [1] never end",
     ),
     "a push whose values are old is stale": (
-        [(Group, "age", lambda _: lambda *_: 0)], TWO, "which has not come in yet",
+        [(Group, "judge", finds_all_new)], TWO, "which has not come in yet",
     ),
     "a promoted ps 0 carries the step that is outgoing": (
         [(OutgoingSteps, "restore", lambda _: lambda _: None)],
         ONE | {"failovers": 1}, "closures [0] never end",
     ),
     "other ps tasks are told of steps once something of the group is there": (
-        [(KnownGroup, "is_alone", lambda _: lambda *_: True)], ONE, "closures [0] never end",
+        [(step_closer, "NOWHERE", lambda _: -1)], ONE, "closures [0] never end",
     ),
     **{
         MUTANTS[name].breaks: (MUTANTS[name].where, cluster, said)

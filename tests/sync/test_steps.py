@@ -255,10 +255,10 @@ def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
     with pytest.raises(AssertionError, match="nothing to close at step 1"):
         group.close(partial=False)
     with pytest.raises(LocalProtocolError, match="step 1 is not being closed, but step 0"):
-        group.closed(1, None)
-    group.closed(0, None)
+        group.closed(1)
+    group.closed(0)
     with pytest.raises(LocalProtocolError, match="step 0 is not being closed, but none"):
-        group.closed(0, None)
+        group.closed(0)
 
 
 CONTRIBUTION = Contribution(("/job:worker/task:0", 5), 3, 2, None, 1, b"set", -1, 0.5, [1])

@@ -45,6 +45,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,13 +57,13 @@ CHUNK = 1 << 18
 faster, with two such processes at once too."""
 
 
-def _quietly() -> Callable[..., None]:
+def _quietly() -> Callable[..., Any]:
     """Return what calls a function with numpy's warnings off; it is used by one at a time."""
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":  # there they belong to threads
 
-        def run(function: Callable[..., None], *arguments: object, **named: object) -> None:
+        def run(function: Callable[..., Any], *arguments: object, **named: object) -> Any:
             with np.errstate(all="ignore"):
-                function(*arguments, **named)
+                return function(*arguments, **named)
 
         return run
     context = contextvars.Context()

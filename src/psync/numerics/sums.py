@@ -73,6 +73,7 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     raise ValueMismatchError(f"only floating-point gradients can be summed, got {name}")
 
 
+@np.errstate(all="ignore")
 def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Write the first term of a sum, ``weight * gradient``, over whatever ``total`` holds.
 
@@ -83,21 +84,19 @@ def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
         gradient: Of that shape.
         weight: Positive and finite.
     """
-    if weight == 1.0:
-        np.copyto(total, gradient)
-    else:
-        with np.errstate(all="ignore"):
-            np.multiply(gradient, weight, out=total, dtype=total.dtype)
+    np.multiply(gradient, weight, out=total, dtype=total.dtype)
 
 
-def _accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
+@np.errstate(all="ignore")
+def accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Add ``weight * gradient`` to ``total``, in place, in its dtype. Arguments as of ``begin``."""
     if weight != 1.0:
         gradient = np.multiply(gradient, weight, dtype=total.dtype)
     np.add(total, gradient, out=total, dtype=total.dtype)
 
 
-def _finish(
+@np.errstate(all="ignore")
+def finish(
     total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None = None
 ) -> None:
     """Make the result of a sum: ``total / weight_sum``, or for "sum" the total itself.
@@ -113,10 +112,6 @@ def _finish(
         np.divide(total, weight_sum, out=out, dtype=total.dtype)
     elif out is not total:
         np.copyto(out, total, casting="same_kind")
-
-
-accumulate = np.errstate(all="ignore")(_accumulate)
-finish = np.errstate(all="ignore")(_finish)
 
 
 def check_weight(weight: object) -> float:
@@ -366,6 +361,42 @@ def firsts(ordered: np.ndarray) -> np.ndarray:
 # --- means of a synchronous step -----------------------------------------------------------------
 
 
+def reduced(
+    gradients: Sequence[np.ndarray], weights: Sequence[float], reduction: Reduction,
+    scratch: Scratch, scale: float = 1.0,
+) -> np.ndarray:  # fmt: skip
+    """Return the mean, or sum, of gradients; valid until the scratch memory is used again.
+
+    It is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
+    ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
+    With a scale that result is multiplied by it, and rounded, as ``scaled`` says.
+
+    Args:
+        gradients: Of each push: 1-D, all of one length and floating dtype, at least one.
+        weights: Of each push, above 0.
+        reduction: "mean" or "sum".
+        scratch: Memory for the result. Called by its ``quietly``: infinities and NaN are results.
+        scale: What limits the norm of the mean of the whole variable.
+    """
+    out = first = gradients[0]
+    dtype, size, work = first.dtype, first.size, sum_dtype(first.dtype)
+    if len(gradients) > 1 or weights[0] != 1:
+        (room,) = scratch.arrays(work, 1, size)
+        total = first if weights[0] == 1 else np.multiply(first, weights[0], out=room, dtype=work)
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            if weight != 1:
+                gradient = np.multiply(gradient, weight, dtype=work)
+            total = np.add(total, gradient, out=room, dtype=work)
+        (out,) = (room,) if work == dtype else scratch.arrays(dtype, 1, size)
+        divisor = sum(weights) if reduction == "mean" else 1
+        if divisor != 1 or out is not total:
+            np.divide(total, divisor, out=out, dtype=work)
+    if scale != 1.0:
+        (_, product) = scratch.arrays(dtype, 2, size)  # the mean may lie in the first
+        out = np.multiply(out, scale, out=product, dtype=work)
+    return out
+
+
 @dataclass(slots=True, eq=False)
 class MeanGradient:
     """The mean, or sum, of the gradients that several pushes have for one shard.
@@ -374,9 +405,7 @@ class MeanGradient:
     is valid until the next cut of anything that shares the scratch memory. ``cut`` does it with
     other scratch memory, in whatever thread.
 
-    The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
-    ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
-    With a scale that result is multiplied by it, as ``clipping.scaled`` says.
+    ``reduced`` says what the result is.
 
     Args:
         gradients: Of each push: 1-D, all of one length and floating dtype. They must not change
@@ -409,30 +438,10 @@ class MeanGradient:
 
     def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
         """As ``mean[part]``, with other memory for the sum."""
-        mean = first = self.gradients[0][part]
-        if len(self.gradients) > 1 or self.weights[0] != 1:
-            work = sum_dtype(first.dtype)
-            (total,) = scratch.arrays(work, 1, first.size)
-            mean = total
-            if work != first.dtype:
-                (mean,) = scratch.arrays(first.dtype, 1, first.size)
-            with np.errstate(all="ignore"):  # once: it costs as much as adding small arrays
-                begin(total, first, self.weights[0])
-                for gradient, weight in zip(self.gradients[1:], self.weights[1:], strict=True):
-                    _accumulate(total, gradient[part], weight)
-                _finish(total, sum(self.weights), self.reduction, mean)
-        return mean if self.scale == 1.0 else self._scaled(mean, scratch)
-
-    def _scaled(self, mean: np.ndarray, scratch: Scratch) -> np.ndarray:
-        work = sum_dtype(mean.dtype)
-        product = scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
-        with np.errstate(all="ignore"):  # infinity times 0 is a result
-            np.multiply(mean, self.scale, out=product, dtype=work)
-            if work == mean.dtype:
-                return product
-            rounded = scratch.arrays(mean.dtype, 2, mean.size)[1]
-            np.copyto(rounded, product, casting="same_kind")
-        return rounded
+        gradients = [gradient[part] for gradient in self.gradients]
+        given = gradients, self.weights, self.reduction, scratch, self.scale
+        mean: np.ndarray = scratch.quietly(reduced, *given)
+        return mean
 
 
 def growing_decay(limit: float, step: int) -> float:

@@ -62,7 +62,7 @@ from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
 from psync.store.sync_config import SyncConfig
-from psync.store.work import nothing
+from psync.store.work import DONE
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     CreateShards,
@@ -249,7 +249,7 @@ class PsUpdate(msgspec.Struct, eq=False):
                 gradients = cast(Adjacent, self.operands)[run]
                 plan = known.run_plans[position]
                 store.apply_at_once(known.optimizer, plan, gradients, self.step)
-                return nothing()
+                return DONE
             position = run.start
         key, factors = known.keys[position], self.message.factors
         if known.followed:

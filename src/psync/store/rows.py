@@ -31,7 +31,7 @@ from psync.numerics.sums import (
     sum_of_squares,
 )
 from psync.store.shards import Key, ShardTable
-from psync.store.work import Shard, Work, nothing
+from psync.store.work import DONE, Shard, Work
 
 PIECE_BYTES = 1 << 19
 """Of parameter rows, about, between two pauses: gathering, computing and scattering take 1 ms."""
@@ -217,7 +217,7 @@ class RowTable(ShardTable):
         if len(out) <= PIECE_BYTES and isinstance(shard.values, RowBlocks):
             shard.values.gather(rows, made, self._pool)
             self._count(shard, rows)
-            return nothing()
+            return DONE
 
         def steps() -> Iterator[None]:
             if not len(rows):

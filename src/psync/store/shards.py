@@ -44,7 +44,7 @@ from psync.numerics.rules import (
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.push_counts import CountState, PushCount, Row
-from psync.store.work import BlockWork, Shard, Work, nothing
+from psync.store.work import DONE, BlockWork, Shard, Work
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -166,7 +166,7 @@ class ShardTable:
             )
         if spec.key in self._shards:
             self.create(spec)  # raises if it is another one
-            return nothing()
+            return DONE
         original = self._idle(source)
         if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
             raise PartitionError(

@@ -38,6 +38,7 @@ from psync.numerics.sums import (
     Pieces,
     Reduction,
     move_average,
+    reduced,
     sum_dtype,
     sum_of_squares,
 )
@@ -46,6 +47,7 @@ from psync.store.push_counts import HOME
 from psync.store.rows import RowTable
 from psync.store.shards import Key, described
 from psync.store.work import (
+    DONE,
     BlockWork,
     GradientAccumulator,
     Prepared,
@@ -53,7 +55,6 @@ from psync.store.work import (
     ShardUpdate,
     Work,
     Workspace,
-    nothing,
 )
 
 __all__ = ["AssignOp", "Key", "ShardStore", "Work", "ones"]
@@ -114,26 +115,25 @@ Gradients = Sequence[np.ndarray] | Adjacent
 class Means(msgspec.Struct, frozen=True, eq=False):
     """The means of several pushes' gradients, one for each shard, or one for several at once."""
 
-    pushes: Sequence[Gradients]
+    pushes: Sequence[Gradients]  # of each, one for each shard
     weights: Sequence[float]
-    reduction: Reduction
-    scratch: Scratch
+    reduction: Reduction = "mean"
 
-    def of_shard(self, position: int) -> MeanGradient:
+    def of_shard(self, position: int, scratch: Scratch) -> MeanGradient:
         """Return that of one shard."""
         gradients = [push[position] for push in self.pushes]
-        return MeanGradient(gradients, self.weights, self.reduction, self.scratch)
+        return MeanGradient(gradients, self.weights, self.reduction, scratch)
 
-    def of_run(self, run: Run, first: int, end: int) -> np.ndarray:
+    def of_run(self, run: Run, first: int, end: int, scratch: Scratch) -> np.ndarray:
         """Return that of a run's shards, from the ``first`` on, as one array."""
-        wholes = [
-            push.whole[push.parts[first].start : push.parts[end - 1].stop]
-            if type(push) is Adjacent
-            else _side_by_side(push, run, first, end)
-            for push in self.pushes
-        ]
-        mean = MeanGradient(wholes, self.weights, self.reduction, self.scratch)
-        return mean.cut(slice(wholes[0].size), self.scratch)
+        wholes = []
+        for push in self.pushes:
+            if type(push) is Adjacent:
+                wholes.append(push.whole[push.parts[first].start : push.parts[end - 1].stop])
+            else:
+                wholes.append(_side_by_side(push, run, first, end))
+        mean: np.ndarray = scratch.quietly(reduced, wholes, self.weights, self.reduction, scratch)
+        return mean
 
 
 @dataclass(slots=True, eq=False)
@@ -413,26 +413,6 @@ class ShardStore(RowTable):
                 views.append(arena.export(run.start * size, run.stop * size))
         return views
 
-    def means_of(
-        self,
-        pushes: Sequence[Gradients],
-        weights: Sequence[float],
-        reduction: Reduction = "mean",
-    ) -> Means:
-        """Return means for ``apply_at_once``.
-
-        Args:
-            pushes: Of each push the gradients, one for each shard.
-            weights: Of each push.
-            reduction: "mean" or "sum".
-
-        Raises:
-            UsageError: There is no push, or not one weight for each.
-        """
-        if not pushes or len(pushes) != len(weights):
-            MeanGradient([np.empty(0)] * len(pushes), weights, reduction, self._space.sums)
-        return Means(pushes, weights, reduction, self._space.sums)
-
     def apply_at_once(
         self,
         optimizer_id: int,
@@ -458,7 +438,7 @@ class ShardStore(RowTable):
         optimizer = self.optimizers[optimizer_id]
         if not optimizer.is_elementwise or plan.repeats:
             for position, key in enumerate(plan.keys):
-                gradient = _of_shard(gradients, position)
+                gradient = self._of_shard(gradients, position)
                 for _ in self.apply_checked(optimizer_id, key, gradient, step):
                     pass
             return
@@ -491,13 +471,14 @@ class ShardStore(RowTable):
             end = position + len(run.shards)
             if beside is None:
                 for shard in run.shards:
-                    yield from self._blocks(shard, optimizer_id, _of_shard(gradients, position))
+                    of_shard = self._of_shard(gradients, position)
+                    yield from self._blocks(shard, optimizer_id, of_shard)
                     position += 1
                 continue
             if type(gradients) is Adjacent and gradients.whole.size == run.stop - run.start:
                 gradient = gradients.whole
             elif isinstance(gradients, Means):
-                gradient = gradients.of_run(run, position, end)
+                gradient = gradients.of_run(run, position, end, self._space.sums)
             else:
                 gradient = _side_by_side(gradients, run, position, end)
             if run.is_further:
@@ -512,6 +493,13 @@ class ShardStore(RowTable):
             else:
                 yield param, gradient, (), target, ()
             position = end
+
+    def _of_shard(
+        self, gradients: Gradients | Means, position: int
+    ) -> np.ndarray | MeanGradient:
+        if isinstance(gradients, Means):
+            return gradients.of_shard(position, self._space.sums)
+        return gradients[position]
 
     def _begin_in(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
         """Return what a run holds, and where its new contents go."""
@@ -654,7 +642,7 @@ class ShardStore(RowTable):
             self._copies += is_replaced
             shard.version += 1
             self._assigns += 1
-            return nothing()
+            return DONE
 
         def prepared(i: int) -> Prepared:
             target = values.writable(i, pool)
@@ -760,10 +748,6 @@ class ShardStore(RowTable):
             "row_bytes": self._row_bytes,
             "pool": self._pool.statistics(),
         }
-
-
-def _of_shard(gradients: Gradients | Means, position: int) -> np.ndarray | MeanGradient:
-    return gradients.of_shard(position) if isinstance(gradients, Means) else gradients[position]
 
 
 def _side_by_side(gradients: Gradients, run: Run, first: int, end: int) -> np.ndarray:

@@ -219,9 +219,8 @@ Work = BlockWork | Pieces[None]
 """Work under way on one shard: one piece per ``next()``; run it to its end."""
 
 
-def nothing() -> Work:
-    """Return work that is done."""
-    return (None for _ in ())
+DONE: Work = (None for _ in ())
+"""Work that is done."""
 
 
 Gradient = Callable[[Workspace], np.ndarray]

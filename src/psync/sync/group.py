@@ -2,7 +2,7 @@
 
 ``SyncSteps`` looks over all groups and decides when to close a step; this is what follows in one:
 
-    for each push   ``replayed``; ``judge``, if that knows nothing of it; then ``take``
+    for each push   ``judge``; then ``take``
     for each step   ``close``; then ``closed`` once every ps has applied it, or ``failed``
 """
 
@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from psync.cluster import parse_task_name
-from psync.errors import LocalProtocolError, PsyncError, UsageError
+from psync.errors import LocalProtocolError, PsyncError, TrainingEnded, UsageError
 from psync.numerics.sums import check_weight
 from psync.store.ledger import same_in_each_run
 from psync.store.sync_config import SyncConfig
@@ -58,7 +60,8 @@ class Group:
         )
         self.tokens.put(step, 0)
         self.first_step = step  # values of before it (local step -1) count as of this step
-        self._target = self._target_for(alive)
+        self._target = self._next_target = self._target_for(alive)
+        self._per_step = config.tokens_per_step
         self._counted: list[Push] = []  # in the present step
         self._being_applied: list[Push] = []  # in the one before, while that is closed
         self._shares: Counter[Replica] = Counter()  # of it, by who contributed
@@ -73,11 +76,21 @@ class Group:
 
     # Pushes.
 
-    def replayed(self, contribution: Contribution) -> Push | None:
-        """Return what is known of this very push; forget those whose answers nobody waits for.
+    def judge(self, contribution: Contribution, final: Finality, ended: str | None = None) -> Push:
+        """Decide what becomes of a push, and count it if it counts; or return what is known of it.
+
+        Args:
+            contribution: The push; those whose answers its replica has acknowledged are forgotten.
+            final: Which closures are final.
+            ended: Why training has ended.
 
         Raises:
-            UsageError: It is one of these. A token would be lost with its answer.
+            UsageError: Its answer was acknowledged: a token would be lost. Or another run of its
+                closure pushed other variables, or its replica makes more pushes at once than it
+                may contribute to a step.
+            ValueMismatchError: The weight is out of range.
+            TrainingEnded: It has, and the push does not count in the step that is being applied.
+            PsyncError: The group is broken.
         """
         replica, number = contribution.replica, contribution.number
         pushes = self._pushes.setdefault(replica, {})
@@ -93,20 +106,20 @@ class Group:
                 f"{self.config.name}: {replica[0]} sent push {number} again, whose answer it has "
                 "acknowledged"
             )
-        return pushes.get(number)
-
-    def judge(self, contribution: Contribution, final: Finality) -> Push:
-        """Decide what becomes of a new push, and count it if it counts.
-
-        Raises:
-            UsageError: Another run of its closure pushed other variables, or its replica makes
-                more pushes at once than it may contribute to a step.
-            ValueMismatchError: The weight is out of range.
-        """
+        push = pushes.get(number)
+        if push is not None and push.answer is not None:
+            return push
+        if ended is not None and (push is None or not self.applies(push)):
+            raise TrainingEnded(ended)
+        if self.broken is not None:
+            raise self.broken
+        if push is not None:
+            return push
         if contribution.weight != 1.0:
             check_weight(contribution.weight)
-        replica = contribution.replica
-        staleness = self.age(contribution.local_step)
+        local_step = contribution.local_step
+        # Steps that were closed since these values were the newest.
+        staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
         counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
         if self._was_counted(contribution, final):
             push = Push(contribution, "duplicate", staleness)
@@ -121,15 +134,11 @@ class Group:
                 calls[contribution.ordinal] = contribution.variable_set
         counts[push.outcome] += 1
         self._staleness[staleness] += 1
-        self._pushes.setdefault(replica, {})[contribution.number] = push
+        pushes[number] = push
         token = self._tokens_held.pop(replica, None)
         if push.outcome == "accepted" and token != self.step:
             self.tokens.charge(replica, self.step)
         return push
-
-    def age(self, local_step: int) -> int:
-        """Return how many steps were closed since values of this step were the newest."""
-        return max(0, self.step - (self.first_step if local_step < 0 else local_step))
 
     def take(self, push: Push) -> list[Action]:
         """Let the push's replica have a token, or wait for one."""
@@ -139,7 +148,7 @@ class Group:
 
     def forget(self, taker: Taker) -> None:
         """Nobody waits for this push: nor does it take the token that it has for its step."""
-        self.tokens.cancel(taker)
+        self.tokens.waiting.pop(taker, None)
         for push in self._being_applied:
             answer = push.answer
             if answer and answer.count and (answer.replica, answer.number) == taker:
@@ -205,7 +214,7 @@ class Group:
             for push in listed
         )  # fmt: skip
         places = {push: place for place, push in enumerate(pushes)}
-        closing = self.closing and [self.closing.step, self.closing.pushes, self.closing.partial]
+        closing = self.closing and msgspec.structs.astuple(self.closing)[1:-1]
         return {
             "step": self.step, "first": self.first_step, "closing": closing,
             "broken": None if self.broken is None else encode(failure_of(self.broken)),
@@ -235,11 +244,11 @@ class Group:
         pushes = [Push.restored(self.number, each) for each in state["pushes"]]
         self.step, self.first_step = state["step"], state["first"]
         if state["closing"] is not None:
-            step, named, partial = state["closing"]
+            step, named, places, partial = state["closing"]
             # Who has an answer while its step is applied, and hears of the step, gets it then.
             being_applied = [pushes[at].answer for at in state["being_applied"]]
-            answers = tuple([each for each in being_applied if each is not None and each.count])
-            self.closing = Close(self.number, step, tuple(map(tuple, named)), partial, answers)
+            answers = [each for each in being_applied if each is not None and each.count]
+            self.closing = Close(self.number, step, [*map(tuple, named)], places, partial, answers)
         if state["broken"] is not None:
             self.broken = exception_of(cast(Failure, decode(state["broken"])), "/job:ps/task:0")
         self.short_since, self._target = state["short_since"], state["target"]
@@ -284,17 +293,12 @@ class Group:
             and self.short_since is None
         )
 
-    @property
-    def may_close(self) -> bool:
-        """Whether there is a step that may be closed now: enough replicas live."""
-        return self.may_end and self.short_since is None
-
     def follow(self, alive: Mapping[str, int], now: float) -> None:
         """Let the target follow the living replicas, and note if they are too few.
 
         Once a push has counted it does not grow: those that come may have nothing for this step.
         """
-        target = self._target_for(alive)
+        target = self._next_target = self._target_for(alive)
         self._target = min(self._target, target) if self._counted else target
         if len(alive) >= self.config.min_replicas:
             self.short_since = None
@@ -308,36 +312,41 @@ class Group:
             partial: Whether it is less than what it needs.
             last: The push that makes it complete; it has asked for no token so far.
         """
-        assert self.may_end, f"{self.config.name}: there is nothing to close at step {self.step}"
+        can_close = self._counted and self.closing is None and self.broken is None
+        assert can_close, f"{self.config.name}: there is nothing to close at step {self.step}"
         pushes, self._counted = self._counted, []
         self._being_applied = pushes
         self._shares.clear()
         if self.config.deterministic:
             pushes.sort(key=lambda push: (parse_task_name(push.contribution.replica[0]),
                                           push.contribution.number))  # fmt: skip
+        waiting, takers = self.tokens.waiting, list[Taker]()
+        named, places = list[tuple[str, int, int, float]](), list[list[int]]()
         for push in pushes:
             push.partial, push.count = partial, len(pushes)
-        made = [push.contribution for push in pushes]
-        named = tuple([(*each.replica, each.number, each.weight, each.others) for each in made])
+            made = push.contribution
+            takers.append((made.replica, made.number))
+            named.append((*made.replica, made.number, made.weight))
+            places.append(made.others)
         self.step += 1
         answers: list[Answer] = []
         if not self.config.tensorflow_compat:
             self.tokens.void_below(self.step)
-            takers = [(each.replica, each.number) for each in made]
             # Who waits already, and has pushed too late for this step, comes first.
-            room = self.config.tokens_per_step - len(self.tokens.waiting.keys() - takers)
-            for push, taker in zip(pushes, takers, strict=True):
-                waits = push is last or taker in self.tokens.waiting
-                if waits and len(push.contribution.others) == self._others and room > 0:
-                    room -= 1
-                    self.tokens.reserve(taker, self.step)
+            room = self._per_step - len(waiting.keys() - takers)
+            reserved: list[Taker] = []
+            for push, taker, others in zip(pushes, takers, places, strict=True):
+                waits = push is last or taker in waiting
+                if waits and len(others) == self._others and len(reserved) < room:
+                    reserved.append(taker)
                     answers.append(self._answer(push, self.step, push.count))
-        self.closing = Close(self.number, self.step - 1, named, partial, tuple(answers))
+            self.tokens.reserve(reserved, self.step)
+        self.closing = Close(self.number, self.step - 1, named, places, partial, answers)
         self._steps += 1
         self._partial_steps += partial
         return self.closing
 
-    def closed(self, step: int, alive: Mapping[str, int] | None) -> list[Action]:
+    def closed(self, step: int) -> list[Action]:
         """Publish the tokens of the step that has begun.
 
         Raises:
@@ -350,8 +359,8 @@ class Group:
             )
         self.closing = None
         self._being_applied = []
-        self._target = self._target_for(alive)
-        return self._answers(self.tokens.put(self.step, self.config.tokens_per_step))
+        self._target = self._next_target
+        return self._answers(self.tokens.put(self.step, self._per_step))
 
     def failed(self, error: PsyncError) -> list[Action]:
         """The step that is being closed cannot be applied: the group is broken for good."""
@@ -446,8 +455,7 @@ class Group:
         needed = self.config.replicas_to_aggregate
         if alive is None:
             return needed
-        fewest = min(needed, self.config.min_replicas)
-        return max(fewest, min(needed, len(alive) * self.config.allowance))
+        return min(needed, max(self.config.min_replicas, len(alive) * self.config.allowance))
 
     def _answers(self, grants: list[tuple[Taker, int]]) -> list[Action]:
         answers: list[Action] = []

@@ -80,7 +80,7 @@ class OutgoingSteps(Changing):
         all_ps: The ps tasks.
         steps: The rule.
         perform: Does what the rule has decided.
-        failed: Called when a step could not be applied: the pushes of its group are over.
+        failed: Called with a group of which a step could not be applied: its pushes are over.
         is_hosted: Whether it is that of a backup.
 
     Attributes:
@@ -93,7 +93,7 @@ class OutgoingSteps(Changing):
         all_ps: AllPs,
         steps: SyncSteps,
         perform: Callable[[Iterable[Action]], None],
-        failed: Callable[[], None],
+        failed: Callable[[int], None],
         *,
         is_hosted: bool,
     ) -> None:
@@ -106,6 +106,7 @@ class OutgoingSteps(Changing):
         self._steps = steps
         self._perform, self._failed = perform, failed
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
+        self._self = AsIfFrom(FROM_CLOSER, {}, asyncio.get_running_loop().create_task)
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
     @property
@@ -129,7 +130,7 @@ class OutgoingSteps(Changing):
         """Let every ps that has not done so apply a step."""
         self._carried.add(known.number)
         norms, passes = known.norms, list[str]()
-        is_whole = known.is_alone(outgoing.close.step) or len(self._all_ps.addresses) < 2
+        is_whole = outgoing.close.step < known.elsewhere or len(self._all_ps.addresses) < 2
         if known.takes_norms and not is_whole and not outgoing.is_measured:
             norms = StepNorms(known.rule)
             passes = norms.passes_together(spread=known.spread)
@@ -138,15 +139,14 @@ class OutgoingSteps(Changing):
     def _go_on(self, outgoing: OutgoingStep, norms: StepNorms, passes: list[str]) -> None:
         """Begin the next round of a step."""
         close = outgoing.close
-        step = close.group, None, close.step, [push[:4] for push in close.pushes]
-        parts = [push[4] for push in close.pushes]
+        step = close.group, None, close.step, close.pushes
         if passes:
             known = _listed(norms.scales), _listed(norms.ratios)
             then = functools.partial(self._measured, outgoing, norms, passes)
-            self._all_ps.tell(CloseStep(*step, *known, passes[0]), parts, then)
+            self._all_ps.tell(CloseStep(*step, *known, passes[0]), close.places, then)
         else:
             message = CloseStep(*step, outgoing.scales, outgoing.ratios)
-            self._all_ps.tell(message, parts, functools.partial(self._ended, close))
+            self._all_ps.tell(message, close.places, functools.partial(self._ended, close))
 
     def _measured(
         self,
@@ -191,8 +191,7 @@ class OutgoingSteps(Changing):
                 self._carried.discard(close.group)
                 self.wake()
 
-        spawn = asyncio.get_running_loop().create_task
-        request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, spawn), message, (), dropped)
+        request = OwnRequest(self._self, message, (), dropped)
         self._sync.executor.submit(request, message, (), act)
 
     def note_factors(self, message: NormsMeasured) -> None:
@@ -216,7 +215,8 @@ class OutgoingSteps(Changing):
         def act() -> None:
             self._carried.discard(close.group)
             self.note_applied(message)
-            self.wake()
+            if self.waiting:
+                self.wake()
 
         self._submit(close, message, act)
 
@@ -234,7 +234,7 @@ class OutgoingSteps(Changing):
         )  # fmt: skip
         self._perform(self._steps.close_failed(group, error))
         self._sync.end_group(group, error)
-        self._failed()
+        self._failed(group)
 
     async def finish(self, client: Client, message: FinishSteps) -> None:
         """Nothing is left to do: let all that was counted be applied, as far as it can be.

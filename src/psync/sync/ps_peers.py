@@ -84,6 +84,7 @@ class AllPs:
         self._closed = False
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
         self._incarnation = attach.coordinator + timeline
+        self._self = AsIfFrom(FROM_CLOSER, {}, self._start)
         self._own_parts: set[asyncio.Future[None]] = set()  # of ps 0, which take long
         self.addresses = list(attach.ps_addresses)
         self._moves = False  # a ps that is lost is served elsewhere soon
@@ -118,10 +119,11 @@ class AllPs:
                 then(answers, failed)
 
         # It runs to completion, but it may wait for a lock, or in the log.
-        request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, self._start), message, (), told)
+        request, others = OwnRequest(self._self, message, (), told), list[PsLink]()
         try:
-            known = self._sync.groups[message.group]
-            others = () if known.is_alone(message.step) else self._others()
+            is_alone = message.step < self._sync.groups[message.group].elsewhere
+            if not is_alone and len(self.addresses) > 1:
+                others = self._links().links[1:]
             missing += len(others)
             self._sync.execute(request)
         except Exception as exc:
@@ -207,9 +209,6 @@ class AllPs:
             self.follow((ps,))
         elif isinstance(outcome, Exception) and not self._closed:
             self._lost(ps, outcome)
-
-    def _others(self) -> Sequence[PsLink]:
-        return self._links().links[1:] if len(self.addresses) > 1 else ()
 
     async def read_global_step(self, config: SyncConfig) -> int:
         """Return the present value of a group's global step.

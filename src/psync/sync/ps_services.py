@@ -132,7 +132,7 @@ class PsServices:
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
             self.closer = parts.of(StepCloser)(
-                platform, attach, self.sync, pool, self.clocks.look_again, timeline,
+                platform, attach, self.sync, pool, self.clocks, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
             self.closer.steps.note_calls(state.counted, state.final)

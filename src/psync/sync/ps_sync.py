@@ -54,7 +54,7 @@ from psync.store.step_norms import ShardSums
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.sync.staging import PushKey, Staging
-from psync.sync.step import GLOBAL_STEP_DTYPE, KnownGroup, Part, Step
+from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, KnownGroup, Part, Step
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Segment
 from psync.wire.messages import (
@@ -192,7 +192,7 @@ class PsSync:
             self.store.define_optimizer(group, config.optimizer)
             ps, variable, index = config.global_step
             here = (variable, index) if ps == self._index else None
-            elsewhere = -1 if here and not (self._index or config.averages) else 0
+            elsewhere = NOWHERE if here and not (self._index or config.averages) else 0
             known = self.groups[group] = KnownGroup(self.store, group, raw, config, here, elsewhere)
         elif known.config != config:
             raise ConfigurationError(

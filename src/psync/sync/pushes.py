@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -12,7 +12,7 @@ from psync.sync.tokens import Replica
 from psync.wire.messages import Contributed
 
 
-class Contribution(NamedTuple):
+class Contribution(msgspec.Struct, frozen=True):
     """A push whose parts are all here, or which is stale."""
 
     replica: Replica
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct):
         )  # fmt: skip
 
 
-class Refuse(NamedTuple):
+class Refuse(msgspec.Struct, frozen=True):
     """Tell the replica that its push has failed."""
 
     group: int
@@ -55,7 +55,7 @@ class Refuse(NamedTuple):
     error: PsyncError
 
 
-class Close(NamedTuple):
+class Close(msgspec.Struct, frozen=True):
     """Let every ps apply ``step``, raise the global step, then call ``closed``.
 
     ``answers`` leave as soon as this ps has applied it: these pushes have a part on every ps, and
@@ -64,10 +64,10 @@ class Close(NamedTuple):
 
     group: int
     step: int
-    # (task, incarnation, number, weight, other ps tasks that have a part), in order
-    pushes: tuple[tuple[str, int, int, float, list[int]], ...]
+    pushes: list[tuple[str, int, int, float]]  # task, incarnation, number, weight; in order
+    places: list[list[int]]  # of each the other ps tasks that have a part of it
     partial: bool
-    answers: tuple[Answer, ...] = ()
+    answers: list[Answer]
 
 
 Action: TypeAlias = Answer | Refuse | Close
@@ -87,8 +87,8 @@ class Push(msgspec.Struct, eq=False):
         """Return it as plain data."""
         given = self.answer and [self.answer.token, self.answer.partial, self.answer.count]
         return [
-            *self.contribution, self.outcome, self.staleness, self.partial, self.count,
-            given,
+            *msgspec.structs.astuple(self.contribution), self.outcome, self.staleness,
+            self.partial, self.count, given,
         ]  # fmt: skip
 
     @classmethod

@@ -36,6 +36,7 @@ class ClockService:
 
     Attributes:
         wanted: Set once somebody waits for others: then the schedule decides how long.
+        heeds_groups: Whether ``look_again`` does anything: there is a bound, or nobody has waited.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ClockService:
         self._in_groups = in_groups
         self._bounds: dict[int, tuple[RoundClocks, _Waiting]] = {}
         self.wanted = asyncio.Event()
+        self.heeds_groups = True
         self._known = asyncio.Event()  # who has work
         self._alive: dict[str, int] = {}
         self._busy: frozenset[str] | None = None
@@ -81,6 +83,7 @@ class ClockService:
         if not self.wanted.is_set() and self._in_groups():
             self.wanted.set()
         somebody_went = bool(self._bounds)
+        self.heeds_groups = somebody_went or not self.wanted.is_set()
         while somebody_went:
             somebody_went = False
             in_groups = self._in_groups()

@@ -7,8 +7,8 @@ says when to begin and work. What a group settles for all its steps is ``KnownGr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -20,13 +20,16 @@ from psync.ps.plans import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
-from psync.store.store import Adjacent, Gradients, Key, Plan, ShardStore, Work, ones
+from psync.store.store import Adjacent, Gradients, Key, Means, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
 from psync.sync.pushes import Close
 from psync.sync.staging import PushKey
 from psync.wire.messages import CloseStep
 
 GLOBAL_STEP_DTYPE = "int64"
+
+NOWHERE = 1 << 62
+"""A step that is never reached."""
 
 NOTHING = ShardSet(())
 
@@ -89,8 +92,7 @@ class Layout(NamedTuple):
     touched: Sequence[Key]  # all shards that must be idle
 
 
-@dataclass(slots=True)
-class OutgoingStep:
+class OutgoingStep(msgspec.Struct):
     """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
 
     close: Close
@@ -113,8 +115,8 @@ class KnownGroup:
 
     Attributes:
         broken: A step could not be applied here: neither can others.
-        elsewhere: On ps 0, the first step of which other ps tasks are told; -1: nothing of the
-            group is there so far. On another one 0.
+        elsewhere: On ps 0, the first step of which other ps tasks are told: before it, ps 0 is
+            *alone*. ``NOWHERE``: nothing of the group is there so far. On another one 0.
     """
 
     def __init__(
@@ -140,19 +142,12 @@ class KnownGroup:
         self.spread = False  # on ps 0: whether a variable of a push lies on several ps tasks
         self.outgoing: OutgoingStep | None = None  # likewise
         self.one: np.ndarray | None = None  # by which the global step is raised
-        self._averages: list[Average] | None = None  # that are kept here; None: not looked up yet
         self._layout = Layout((), -1, (), 0, ())  # of the last step whose pushes were alike
 
-    def is_alone(self, step: int) -> bool:
-        """Return whether ps 0 tells no other of a step: nothing of the group is there before it."""
-        return self.elsewhere < 0 or step < self.elsewhere
-
-    @property
+    @functools.cached_property
     def averages(self) -> list[Average]:
         """Its moving averages that are kept here."""
-        if self._averages is None:
-            self._averages = averages_of(self.store, self.config, self.store.task)
-        return self._averages
+        return averages_of(self.store, self.config, self.store.task)
 
     def keys(self, shards: Sequence[Key]) -> Sequence[Key]:
         """Return what a step touches that changes these shards."""
@@ -193,7 +188,7 @@ class KnownGroup:
             RuleError: A schedule of a user's raised.
             PsyncError: As ``layout``.
         """
-        step = Step(self, message.step)
+        step = Step(self, self.store, message.step, self.norms)
         first: ShardSet | None = None
         for part, weight in parts:
             known = part.known
@@ -223,35 +218,25 @@ class KnownGroup:
         return step
 
 
-class Step:
-    """The mean of a step's pushes, for each shard over those that carry it; then the averages.
+class Step(msgspec.Struct, eq=False):
+    """The mean of a step's pushes, for each shard over those that carry it; then the averages."""
 
-    Args:
-        known: The group.
-        number: Of the step that is closed.
-    """
-
-    __slots__ = (
-        "_gradients", "_shard_weights", "alone", "costs", "known", "nbytes", "norms", "number",
-        "optimizer_step", "plan", "pushes", "shards", "store", "touched", "weights",
-    )  # fmt: skip
-
-    shards: Sequence[Key]  # as in ``Layout``, as are these
-    touched: Sequence[Key]
-    costs: Sequence[int]
-    nbytes: int
-
-    def __init__(self, known: KnownGroup, number: int) -> None:
-        self.known, self.store, self.number = known, known.store, number
-        self.optimizer_step = 0  # with which schedules are evaluated
-        self.plan: Plan | None = None  # of the shards, where all pushes have the same
-        self.pushes: list[Gradients] = []  # of each push, a gradient for each shard
-        self.weights: list[float] = []
-        self.norms = known.norms
-        self.alone: Sequence[str] = ()  # what this ps must measure by itself before it begins
-        # Of each shard, in the order of the sum, where pushes have different ones.
-        self._gradients: Sequence[Sequence[Gradient]] = ()
-        self._shard_weights: Sequence[Sequence[float]] = ()
+    known: KnownGroup
+    store: ShardStore
+    number: int  # of the step that is closed
+    norms: StepNorms
+    optimizer_step: int = 0  # with which schedules are evaluated
+    plan: Plan | None = None  # of the shards, where all pushes have the same
+    pushes: list[Gradients] = msgspec.field(default_factory=list)
+    weights: list[float] = msgspec.field(default_factory=list)
+    alone: Sequence[str] = ()  # what this ps must measure by itself before it begins
+    shards: Sequence[Key] = ()  # as in ``Layout``, as are these
+    touched: Sequence[Key] = ()
+    costs: Sequence[int] = ()
+    nbytes: int = 0
+    # Of each shard, in the order of the sum, where pushes have different ones.
+    _gradients: Sequence[Sequence[Gradient]] = ()
+    _shard_weights: Sequence[Sequence[float]] = ()
 
     def gather_mixed(self, parts: Sequence[tuple[Part, float]]) -> Layout:
         """Take parts of pushes that have rows, or different shards."""
@@ -329,7 +314,7 @@ class Step:
             self.norms.conclude(what, self.measure_at_once(what))
         if self.plan is not None and self.norms.scales is None and self.norms.ratios is None:
             first = len(self.shards)
-            means = self.store.means_of(self.pushes, self.weights, known.config.reduction)
+            means = Means(self.pushes, self.weights, known.config.reduction)
             self.store.apply_at_once(known.number, self.plan, means, self.optimizer_step)
         for position in range(first, len(self.costs)):
             for _ in self.work(position):
@@ -342,8 +327,10 @@ class Step:
         position -= len(self.shards)
         averages = self.known.averages
         if position == len(averages):
-            one = cast(np.ndarray, self.known.one)  # it was checked
-            return self.store.assign_checked(cast(Key, self.known.global_step), "add", one)
+            raised, one = self.known.global_step, self.known.one
+            assert raised is not None, "it is one of the costs"
+            assert one is not None, "it was checked"
+            return self.store.assign_checked(raised, "add", one)
         shadow, value, _ = averages[position]
         return self.store.average(shadow, value, self.known.config.decay_at(self.number + 1))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,8 @@ from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync, Reads
 from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
 from psync.sync.staging import PushKey
-from psync.sync.step import Part
+from psync.sync.staleness_service import ClockService
+from psync.sync.step import NOWHERE, Part
 from psync.sync.steps import SyncSteps
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message, replace
@@ -78,7 +79,7 @@ class StepCloser:
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
-        waits_changed: Called when ``steps.waiting`` may have changed.
+        clocks: Told when ``steps.waiting`` may have changed.
         timeline: How often the cluster has rolled back to a snapshot.
         is_hosted: Whether it is that of a backup.
 
@@ -94,7 +95,7 @@ class StepCloser:
         attach: AttachPs,
         sync: PsSync,
         pool: BlockPool,
-        waits_changed: Callable[[], None],
+        clocks: ClockService,
         timeline: int = 0,
         *,
         is_hosted: bool = False,
@@ -103,7 +104,7 @@ class StepCloser:
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self.all_ps = AllPs(platform, attach, sync, pool, self._heard, self._unheard, timeline)
-        self._waits_changed = waits_changed
+        self._clocks = clocks
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         sync.took, sync.judged, sync.left = self._took, self._judge, self._left
@@ -230,7 +231,7 @@ class StepCloser:
             here = self._here.get(key)
             if here is None:
                 here = self._here[key] = _Here(part.local_step)
-            if self._is_complete(others, here.held):
+            if here.held.issuperset(others):
                 self._sync.submit(request, part)
             else:
                 self._sync.wait(request, part)
@@ -240,10 +241,6 @@ class StepCloser:
         """The group is new: its first step is that of the global step."""
         await self._begin(part.known.optimizer)
         self._took(request, part)
-
-    def _is_complete(self, others: Sequence[int], held: set[int]) -> bool:
-        """Return whether all parts of a push are here, given on which ps tasks they should be."""
-        return held.issuperset(others)
 
     def _heard(self, request: Request[Held]) -> None:
         """Another ps holds parts of pushes. It says so again on each connection."""
@@ -260,7 +257,7 @@ class StepCloser:
             here.held.add(message.ps)
             if here.waits is not None:
                 waiting, part = here.waits
-                is_complete = self._is_complete(part.known.others, here.held)
+                is_complete = here.held.issuperset(part.known.others)
                 if is_complete or self.steps.is_stale(group, local_step):
                     here.waits = None
                     self._sync.submit(waiting, part)
@@ -272,10 +269,10 @@ class StepCloser:
                 here.waits = None
                 self._sync.fail(key, error)
 
-    def _go_on_without(self) -> None:
-        """Forget who has which parts of pushes that are stale; those that wait are judged so."""
+    def _go_on_without(self, group: int, step: int = NOWHERE) -> None:
+        """As ``_go_on``, of pushes that count in no later step than this: they are stale."""
         self._go_on([
-            key for key, here in self._here.items() if self.steps.is_stale(key[0], here.local_step)
+            key for key, here in self._here.items() if key[0] == group and here.local_step <= step
         ])  # fmt: skip
 
     def _go_on(self, keys: Iterable[PushKey]) -> None:
@@ -286,25 +283,22 @@ class StepCloser:
                 self._sync.submit(*here.waits)
 
     def _judge(self, request: Request[Update], part: Part) -> Later:
+        request.segments = ()
+        message, known = request.message, part.known
+        group, replica, push = part.key
         try:
-            self._contribute(request.message, part)
+            self._sync.ledger.check_incarnation(*replica)
         except PsyncError as exc:
             self._sync.staging.give_back(part.key)
             self._sync.fail(part.key, exc)
-        request.segments = ()
-        return LATER
-
-    def _contribute(self, message: Update, part: Part) -> None:
-        known = part.known
-        group, replica, push = part.key
-        self._sync.ledger.check_incarnation(*replica)
+            return LATER
         here = self._sync.groups[group]
         if here.broken is None:
             self._sync.staging.stage(part)
         else:
             self._sync.staging.give_back(part.key)
         here.spread = here.spread or known.spread
-        if known.others and here.elsewhere < 0:
+        if known.others and here.elsewhere == NOWHERE:
             here.elsewhere = self.steps.present(group)
         self._perform(
             self.steps.contribute(
@@ -318,6 +312,7 @@ class StepCloser:
         )  # fmt: skip
         if self.outgoing.waiting:
             self.outgoing.wake()  # a join waits
+        return LATER
 
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""
@@ -329,7 +324,7 @@ class StepCloser:
 
     def _forget(self, replica: Replica, message: ForgetPush) -> None:
         self.steps.forget(message.group, replica, message.push)
-        self._waits_changed()
+        self._perform(())
 
     async def _init_tokens(self, request: Request[BeginGroup]) -> None:
         message = request.message
@@ -426,7 +421,7 @@ class StepCloser:
                 self._answer(answer, reads)
 
     def _answer(self, answer: Answer, reads: Reads) -> None:
-        alone = self._sync.groups[answer.group].is_alone(answer.token - 1)
+        alone = answer.token <= self._sync.groups[answer.group].elsewhere
         key, made = (answer.group, answer.replica, answer.number), partial(answer.message, alone)
         self._sync.answer(key, made, reads if answer.count else None)
 
@@ -436,7 +431,7 @@ class StepCloser:
         for action in actions:
             if isinstance(action, Close):
                 self.outgoing.decide(action)
-                self._loop.call_soon(self._go_on_without)
+                self._loop.call_soon(self._go_on_without, action.group, action.step)
             elif self._over is None:
                 key = action.group, action.replica, action.number
                 if isinstance(action, Refuse):
@@ -445,8 +440,10 @@ class StepCloser:
                 outgoing = self._sync.groups[action.group].outgoing
                 if outgoing is None or outgoing.is_applied or action not in outgoing.close.answers:
                     self._answer(action, reads)
-        if HOSTED not in self.outgoing.pauses and self._over is None:
+        may_wait = self.steps.is_short or self._clock.deadline is not None
+        if may_wait and HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:
                 self._clock.set_deadline(deadline)
-        self._waits_changed()
+        if self._clocks.heeds_groups:
+            self._clocks.look_again()

@@ -47,16 +47,27 @@ from psync.sync.tokens import Replica
 from psync.wire.closure_numbers import Finality, first_of
 
 
+class _Groups(dict[int, Group]):
+    """Those that are defined, by their numbers."""
+
+    def __missing__(self, group: int) -> Group:
+        raise LocalProtocolError(f"synchronous group {group} is not defined")
+
+
 class SyncSteps:
     """All synchronous groups of one cluster. Single owner, no clock; never blocks.
 
     Args:
         others: How many ps tasks there are but ps 0.
+
+    Attributes:
+        is_short: Whether fewer replicas live than some group needs: ``next_deadline`` may be one.
     """
 
     def __init__(self, others: int = 0) -> None:
         self._others = others
-        self._groups: dict[int, Group] = {}
+        self._groups = _Groups()
+        self.is_short = False
         self._incarnations: dict[str, int] = {}  # newest known of each task that pushed
         self._alive: dict[str, int] | None = None  # None: nobody has said so far
         self._missing: tuple[str, ...] = ()
@@ -86,6 +97,7 @@ class SyncSteps:
             )
             if self._alive is not None:  # it knows since when too few live
                 known.follow(self._alive, self._now)
+                self.is_short |= known.short_since is not None
             known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
         elif known.config != config:
             raise ConfigurationError(
@@ -119,28 +131,22 @@ class SyncSteps:
         Raises:
             ConfigurationError: Too few for the first step.
         """
-        return [*self._group(group).put_initial(count), *self._close_what_is_due()]
+        return [*self._groups[group].put_initial(count), *self._close_what_is_due()]
 
     # Pushes.
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
         """Judge a push by the table above, and close the step if it was the last one missing."""
-        known, replica = self._group(group), contribution.replica
+        known, replica = self._groups[group], contribution.replica
         actions: list[Action] = []
         try:
             if self._incarnations.setdefault(replica[0], replica[1]) != replica[1]:
                 actions += self._replace_older(replica)
-            push = known.replayed(contribution)
-            if push is not None and push.answer is not None:
-                return [push.answer]
-            if self._ended is not None and (push is None or not known.applies(push)):
-                raise TrainingEnded(self._ended)
-            if known.broken is not None:
-                raise known.broken
-            if push is None:
-                push = known.judge(contribution, self._final)
+            push = known.judge(contribution, self._final, self._ended)
         except PsyncError as exc:
             return [*actions, Refuse(group, replica, contribution.number, exc)]
+        if push.answer is not None:  # it is known
+            return [push.answer]
         if not known.has_initial:
             actions += known.put_initial(-1)
         if not known.is_due:
@@ -162,10 +168,9 @@ class SyncSteps:
         Raises:
             LocalProtocolError: If it was not being closed.
         """
-        known = self._group(group)
-        actions = known.closed(step, self._alive)
+        actions = self._groups[group].closed(step)
         if self._ended is not None:
-            actions += known.refuse_waiting(TrainingEnded(self._ended))
+            actions += self._groups[group].refuse_waiting(TrainingEnded(self._ended))
         return actions + self._close_what_is_due()
 
     def finish(self) -> list[Action]:
@@ -191,7 +196,7 @@ class SyncSteps:
 
     def close_failed(self, group: int, error: PsyncError) -> list[Action]:
         """A ps could not apply a step: the group is broken for good."""
-        return self._group(group).failed(error)
+        return self._groups[group].failed(error)
 
     # Who takes part, and what is left to do.
 
@@ -205,8 +210,10 @@ class SyncSteps:
         self._alive = dict(alive)
         self._missing, self._now = tuple(missing), now
         actions = [act for task, number in alive.items() for act in self.fence(task, number)]
+        self.is_short = False
         for known in self._groups.values():
             known.follow(self._alive, now)
+            self.is_short |= known.short_since is not None
         return actions + self._close_what_is_due()
 
     def fence(self, task: str, below: int) -> list[Action]:
@@ -343,9 +350,10 @@ class SyncSteps:
         self._ended = state["ended"]
         self._noted = [tuple(each) for each in state["noted"]]
         for number, group in state["groups"]:
-            known = Group(number, configs[number], group["first"], None, self._others)
+            known = Group(number, configs[number], group["first"], self._alive, self._others)
             self._groups[number] = known
             known.restore(group)
+            self.is_short |= known.short_since is not None
 
     # Decisions.
 
@@ -363,10 +371,8 @@ class SyncSteps:
         if actions or not self._nobody_comes():
             return actions
         for known in groups:
-            if known.may_close:
-                actions.append(known.close(partial=True))
-            elif known.short_since is None:
-                actions += known.release()
+            if known.short_since is None:
+                actions += [known.close(partial=True)] if known.may_end else known.release()
         return actions
 
     def _nobody_comes(self) -> bool:
@@ -408,9 +414,3 @@ class SyncSteps:
             f"{len(alive)} ({', '.join(alive) or 'none'}); missing: {missing}",
             hint="start the missing workers, or give them data, or lower min_replicas",
         )
-
-    def _group(self, group: int) -> Group:
-        known = self._groups.get(group)
-        if known is None:
-            raise LocalProtocolError(f"synchronous group {group} is not defined")
-        return known

@@ -60,7 +60,6 @@ class TokenChannel:
         """
         if step > self._step:
             self._step = step
-            self._used = Counter({key: n for key, n in self._used.items() if key[0] >= step})
             if not self._keeps_old and step > self._valid_from:
                 self.void_below(step)
         if self._allowance is None:
@@ -68,14 +67,24 @@ class TokenChannel:
             self._reserved = 0
             self._free.extend([step] * left)
             self._published += left
-        return self._serve()
+        else:
+            self._used = Counter({key: n for key, n in self._used.items() if key[0] >= step})
+        grants: list[tuple[Taker, int]] = []
+        for taker in list(self.waiting):
+            token = self._token_for(taker[0])
+            if token is not None:
+                del self.waiting[taker]
+                grants.append((taker, token))
+            elif self._allowance is None:
+                break
+        return grants
 
     def void_below(self, step: int) -> None:
         """Let there be no tokens of earlier steps: none at all, until ``put`` brings newer ones."""
         self._valid_from = step
-        kept = [token for token in self._free if token >= step]
-        self._void += len(self._free) - len(kept)
-        self._free = deque(kept)
+        while self._free and self._free[0] < step:
+            self._free.popleft()
+            self._void += 1
 
     def take(self, taker: Taker) -> int | None:
         """Return a token, or None: ``taker`` waits. Whoever waits already keeps its place."""
@@ -84,15 +93,16 @@ class TokenChannel:
             self.waiting[taker] = None
         return token
 
-    def reserve(self, taker: Taker, step: int) -> None:
-        """Let ``taker`` have a token of ``step``, which is published later."""
-        self.waiting.pop(taker, None)
-        if self._allowance is None:
-            self._reserved += 1
-        else:
-            self._used[step, taker[0]] += 1
-        self._published += 1
-        self._taken += 1
+    def reserve(self, takers: Sequence[Taker], step: int) -> None:
+        """Let each of ``takers`` have a token of ``step``, which is published later."""
+        for taker in takers:
+            self.waiting.pop(taker, None)
+            if self._allowance is None:
+                self._reserved += 1
+            else:
+                self._used[step, taker[0]] += 1
+        self._published += len(takers)
+        self._taken += len(takers)
 
     def give_back(self, taker: Taker, step: int) -> None:
         """``taker`` does not want its token of ``step``, which is not published so far."""
@@ -110,10 +120,6 @@ class TokenChannel:
         """
         if self._allowance is not None:
             self._used[step, replica] += 1
-
-    def cancel(self, taker: Taker) -> None:
-        """``taker`` waits no more; nothing if it did not."""
-        self.waiting.pop(taker, None)
 
     def release(self, step: int) -> list[tuple[Taker, int]]:
         """Give everyone who waits a token of ``step`` beyond what was published."""
@@ -152,17 +158,6 @@ class TokenChannel:
             "published": self._published, "taken": self._taken, "void": self._void,
             "left": len(self._free),
         }  # fmt: skip
-
-    def _serve(self) -> list[tuple[Taker, int]]:
-        grants: list[tuple[Taker, int]] = []
-        for taker in list(self.waiting):
-            token = self._token_for(taker[0])
-            if token is not None:
-                del self.waiting[taker]
-                grants.append((taker, token))
-            elif self._allowance is None:
-                break
-        return grants
 
     def _token_for(self, replica: Replica) -> int | None:
         if self._allowance is None:

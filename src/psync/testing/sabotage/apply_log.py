@@ -289,7 +289,7 @@ _KINDS: dict[str, Any] = {
     "RowValues": RowValues,
     "RowMean": RowMean,
     "mean": lambda *given: ShardStore("").mean_of(*given),
-    "means": lambda *given: ShardStore("").means_of(*given),
+    "means": Means,
     "plan": Plan,
     "spec": ShardSpec,
     "map": lambda *pairs: dict(pairs),

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from psync.net.platform import PerProcess
 from psync.ps.admission import UpdateGate
 from psync.store.commit_log import CommitLog, LogState
@@ -110,14 +112,16 @@ class WeakSteps(SyncSteps):
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
         """Judge a push as if its values were those of the present step."""
-        return super().contribute(group, contribution._replace(local_step=self.present(group)))
+        now = self.present(group)
+        return super().contribute(group, msgspec.structs.replace(contribution, local_step=now))
 
 
 class HastyCloser(StepCloser):
     """One to whom a push is complete when its own part is there."""
 
-    def _is_complete(self, others: object, held: object) -> bool:
-        return True
+    def _took(self, request: Any, part: Any) -> None:
+        super()._took(request, part)
+        self._go_on({part.key} & self._here.keys())
 
 
 class OpenGate(UpdateGate):

@@ -98,7 +98,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "one_too_few": Mutant(
         "a step is closed with as many pushes as it needs", ("sync",),
-        ((Group, "is_complete", wrong.is_nearly_complete),),
+        ((Group, "_target_for", wrong.one_too_few),),
     ),
     "stale_by_one": Mutant(
         "a push of the step before does not count", ("sync",),

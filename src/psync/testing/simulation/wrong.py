@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import ANY
 
+import msgspec
 import numpy as np
 
 from psync.accumulators import Accumulator
@@ -58,14 +59,14 @@ def may_judge_shipped(original: Callable[..., Any]) -> Any:
     return may_judge
 
 
-def is_nearly_complete(original: Any) -> Any:
-    return property(lambda self: len(self._counted) >= max(1, self._target - 1))
+def one_too_few(original: Callable[..., int]) -> Any:
+    return lambda self, alive: max(1, original(self, alive) - 1)
 
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
     def contribute(self: SyncSteps, group: int, push: Contribution) -> Any:
         if 0 <= push.local_step == self.present(group) - 1:
-            push = push._replace(local_step=push.local_step + 1)
+            push = msgspec.structs.replace(push, local_step=push.local_step + 1)
         return original(self, group, push)
 
     return contribute
@@ -121,11 +122,10 @@ def one_forgets_to_take(original: Callable[..., Any]) -> Any:
 
 
 def all_weigh_one(original: Callable[..., Any]) -> Any:
-    def close(self: Group, *, partial: bool) -> Any:
-        made: Close = original(self, partial=partial)
-        self.closing = made._replace(
-            pushes=tuple((*push[:3], 1.0, push[4]) for push in made.pushes)
-        )
+    def close(self: Group, **how: Any) -> Any:
+        made: Close = original(self, **how)
+        weightless = [(*push[:3], 1.0) for push in made.pushes]
+        self.closing = msgspec.structs.replace(made, pushes=weightless)
         return self.closing
 
     return close
@@ -512,7 +512,7 @@ def counts_who_came_first(original: Callable[..., Any]) -> Any:
             call = group, first_of(push.closure), push.ordinal
             who = push.replica, push.number
             if self.__dict__.get("came", {}).get(call, who) != who:
-                self._group(group).note_calls([(*call[1:], push.variable_set)])
+                self._groups[group].note_calls([(*call[1:], push.variable_set)])
         return original(self, group, push)
 
     return contribute
