@@ -793,10 +793,6 @@ def task(
     serving = partial(
         tasks.serve_as, own, insecure=insecure, shared=False, chief_timeout=chief_timeout
     )
-    # Who is woken does not interrupt who woke it: on few cores up to a sixth more small steps.
-    with contextlib.suppress(AttributeError, OSError):  # elsewhere, or where it is forbidden
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     return run_loop(serving, terminated_code=own.terminated_code)
 
 
