@@ -494,9 +494,7 @@ class ShardStore(RowTable):
                 yield param, gradient, (), target, ()
             position = end
 
-    def _of_shard(
-        self, gradients: Gradients | Means, position: int
-    ) -> np.ndarray | MeanGradient:
+    def _of_shard(self, gradients: Gradients | Means, position: int) -> np.ndarray | MeanGradient:
         if isinstance(gradients, Means):
             return gradients.of_shard(position, self._space.sums)
         return gradients[position]
