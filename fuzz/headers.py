@@ -9,7 +9,7 @@ from driver import OneInput, fuzz
 
 
 def setup() -> tuple[OneInput, list[bytes]]:
-    import msgpack
+    from msgspec import msgpack
     from samples import CLASSES, WRONG, Draw, drawn, fields_of, sample_of
 
     from psync.errors import RemoteProtocolError
@@ -31,7 +31,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 values[draw.below(len(values))] = draw.of(WRONG)
         if draw.below(8) == 0:
             values += [draw.of(WRONG)]
-        return msgpack.packb([kind.code, *values])
+        return msgpack.encode([kind.code, *values])
 
     def one_input(data: bytes) -> None:
         header = header_of(data)

@@ -179,10 +179,11 @@ def test_each_message_is_explained_and_has_a_number_of_its_own() -> None:
 
 def test_who_reads_frames_can_decode_every_message() -> None:
     program = (
-        "import sys, msgpack, psync.wire.handshake\n"
+        "import sys, psync.wire.handshake\n"
+        "from msgspec import msgpack\n"
         "from psync.wire.codec import decode\n"
         "for code in sys.argv[1:]:\n"
-        "    try: decode(msgpack.packb([int(code)]))\n"
+        "    try: decode(msgpack.encode([int(code)]))\n"
         "    except Exception as exc:\n"
         "        if 'unknown message' in str(exc): print(exc)\n"
     )

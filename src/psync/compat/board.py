@@ -36,14 +36,14 @@ class Board:
         self._changed(by_chief=False)
 
     def post(self, request: Request[Post]) -> None:
-        """Take a value, and answer once there is something new."""
-        peer, value = request.peer, bytes(request.segments[0])
+        """Take a value, if there is one, and answer once there is something new."""
+        peer, value = request.peer, b"".join(request.segments)
         request.rest()
         by_chief, posted = peer.task == CHIEF, self._posted.get(peer.task, (None, b""))
         if request.message.forget:
             self._is_over = True
             self._posted = {CHIEF: self._posted[CHIEF]} if CHIEF in self._posted else {}
-        elif not self._is_over and posted != (peer, value):
+        elif value and not self._is_over and posted != (peer, value):
             if posted[0] is not peer:
                 peer.on_closed.append(self._closed)
             self._posted[peer.task] = peer, value
