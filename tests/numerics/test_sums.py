@@ -30,6 +30,7 @@ from psync.numerics.sums import (
     at_once,
     check_weight,
     cuts,
+    finish,
     growing_decay,
     move_average,
     scaled,
@@ -499,6 +500,12 @@ class TestAverage:
         out = np.empty(1, np.float32)
         move_average(infinite, infinite, out, 0.5, Scratch())
         assert np.isnan(out).all()
+
+
+def test_a_sum_that_is_not_divided_is_the_total_itself() -> None:
+    total = np.array([1.5, -0.0])
+    finish(total, 3.0, "sum")
+    assert total.tobytes() == np.array([1.5, -0.0]).tobytes()
 
 
 @for_each("step, decay", [(0, 0.1), (8, 0.5), (80, 0.9), (10**9, 0.9)])

@@ -513,6 +513,13 @@ def test_rows_of_several_pushes_become_one(
     assert (store.version(KEY), store.statistics()["rows"]) == (1, 3)
 
 
+def test_many_rows_are_read_in_pieces() -> None:
+    store, backwards = store_of(LARGE), np.arange(LARGE[0])[::-1].copy()
+    run(store.assign(KEY, "assign", drawn(0)))
+    for _ in range(2):  # the first time they are laid side by side
+        assert gathered(store, backwards).tobytes() == drawn(0)[::-1].tobytes()
+
+
 @pytest.mark.parametrize("num_rows", [0, 3, 200_000])
 def test_the_squares_of_a_mean_are_those_of_its_rows(num_rows: int) -> None:
     store, values = store_of((1 << 20, 2)), drawn(4, (num_rows, 2))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, cast
 
@@ -362,7 +362,7 @@ def firsts(ordered: np.ndarray) -> np.ndarray:
 
 
 def reduced(
-    gradients: Sequence[np.ndarray], weights: Sequence[float], reduction: Reduction,
+    gradients: Iterable[np.ndarray], weights: Sequence[float], reduction: Reduction,
     scratch: Scratch, scale: float = 1.0,
 ) -> np.ndarray:  # fmt: skip
     """Return the mean, or sum, of gradients; valid until the scratch memory is used again.
@@ -378,12 +378,13 @@ def reduced(
         scratch: Memory for the result. Called by its ``quietly``: infinities and NaN are results.
         scale: What limits the norm of the mean of the whole variable.
     """
-    out = first = gradients[0]
+    rest = iter(gradients)
+    out = first = next(rest)
     dtype, size, work = first.dtype, first.size, sum_dtype(first.dtype)
-    if len(gradients) > 1 or weights[0] != 1:
+    if len(weights) > 1 or weights[0] != 1:
         (room,) = scratch.arrays(work, 1, size)
         total = first if weights[0] == 1 else np.multiply(first, weights[0], out=room, dtype=work)
-        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        for gradient, weight in zip(rest, weights[1:], strict=True):
             if weight != 1:
                 gradient = np.multiply(gradient, weight, dtype=work)
             total = np.add(total, gradient, out=room, dtype=work)
@@ -438,7 +439,8 @@ class MeanGradient:
 
     def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
         """As ``mean[part]``, with other memory for the sum."""
-        gradients = [gradient[part] for gradient in self.gradients]
+        # One after the other: what widens, or becomes whole, is made anew for each cut.
+        gradients = (gradient[part] for gradient in self.gradients)
         given = gradients, self.weights, self.reduction, scratch, self.scale
         mean: np.ndarray = scratch.quietly(reduced, *given)
         return mean

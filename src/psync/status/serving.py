@@ -156,7 +156,7 @@ class StatusReader:
         body = await self._ask(reader=name, **({"last": 1} if last else {}))
         try:
             return [Reading(*reading) for reading in msgpack.decode(body)]
-        except (ValueError, TypeError) as exc:
+        except (ValueError, TypeError, RecursionError) as exc:
             raise RemoteProtocolError(f"{self._who}: expected parts of a trace") from exc
 
 
