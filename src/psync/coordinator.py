@@ -15,7 +15,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,9 @@ Limit = tuple[float, float]
 REPORT_EVERY_S = 10.0
 """A join that has heard of nothing for so long says on whom it waits."""
 
+PS_ANSWERS_WITHIN_S = 0.5
+"""Else it is said without what ps 0 knows."""
+
 
 class Joins:
     """All joins of one coordinator.
@@ -80,7 +83,7 @@ class Joins:
         waits_for: Says on whom everybody waits.
     """
 
-    def __init__(self, queue: ClosureQueue, waits_for: Callable[[], str]) -> None:
+    def __init__(self, queue: ClosureQueue, waits_for: Callable[[], Awaitable[str]]) -> None:
         self._queue = queue
         self._waits_for = waits_for
         self._loop = asyncio.get_running_loop()
@@ -136,7 +139,7 @@ class Joins:
                 pause = min(pause, deadline - self._loop.time())
                 if pause <= 0:
                     raise DeadlineExceeded(
-                        f"join did not end within {timeout_s:g} s: {self._waits_for()}",
+                        f"join did not end within {timeout_s:g} s: {await self._waits_for()}",
                         hint="scheduled closures continue; join again, or cancel their "
                         "RemoteValues",
                     )
@@ -144,7 +147,7 @@ class Joins:
                 futures, timeout=pause, return_when=asyncio.FIRST_COMPLETED
             )
             if not done and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
-                logger.warning("join waits: %s", self._waits_for())
+                logger.warning("join waits: %s", await self._waits_for())
 
     async def below(self, cutoff: int, limit: Limit | None = None) -> asyncio.Future[None]:
         """Wait until all closures with ids below ``cutoff`` are final.
@@ -401,7 +404,7 @@ class Coordinator:
         self.parts = platform.parts
         self._queue = ClosureQueue(max_losses=options.max_losses)
         self._packing = Packing(platform.limits, main_by_name)
-        self.joins = Joins(self._queue, self.waits_for)
+        self.joins = Joins(self._queue, self._all_wait_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
         self.links = ClusterLinks(platform, cluster, options, program)
         self.workers = self.links.workers
@@ -649,6 +652,23 @@ class Coordinator:
         membership, given_up = self.links.membership, self.workers.given_up
         left = [worker for worker in membership.gone() if worker not in given_up]
         return describe_waiting(self._queue, membership.missing(), others, left)
+
+    async def _all_wait_for(self) -> str:
+        """Say what a join waits for, and what ps 0 knows of steps that are open."""
+        found, running = [self.waits_for()], self._queue.dispatcher.oldest()
+        groups: dict[str, Any] = {}
+        with contextlib.suppress(PsyncError, TimeoutError):
+            async with asyncio.timeout(PS_ANSWERS_WITHIN_S):
+                answer = await self.links.ps.links[0].call(messages.AskStatistics(), urgent=True)
+                groups = answer.message.counters["sync"]
+        for name, group in groups.items():
+            lacks = group["lacks"] or [task for task in running if task not in group["waits"]]
+            if lacks and (group["waits"] or group["lacks"]):
+                found.append(
+                    f"step {group['step']} of {name} has {group['counted']} of {group['target']} "
+                    f"gradients and waits for {', '.join(some_of(lacks, MAX_NAMED))}"
+                )
+        return "; ".join(found)
 
     def describe(self) -> list[str]:
         """Say what runs where, what waits and for whom; for reports."""

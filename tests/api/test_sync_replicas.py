@@ -753,6 +753,49 @@ def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> None:
         at_once(hook.after_create_session(None))
 
 
+@pytest.mark.promise("schedule.open-step-named")
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("away", "what"), [
+    (("worker-1", "ps-1"), "the part of /job:worker/task:1 at /job:ps/task:1 (push 2)"),
+    (("worker-1", "ps-0"), "the part of /job:worker/task:1 at /job:ps/task:0 (push 2)"),
+    (("ps-0", "ps-1"), "/job:ps/task:1, which applies step 0"),
+    ((), "/job:worker/task:1"),
+])  # fmt: skip
+async def test_a_step_that_does_not_close_says_why(away, what, caplog) -> None:
+    async with coordinating(num_ps=2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = [psync.Variable(np.float32(0)), psync.Variable(np.float32(0))]  # on ps 0 and ps 1
+            step = psync.get_or_create_global_step()
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+
+        async def train(worker: int) -> None:
+            for turn in range(2):
+                await psync.pull(v)
+                if turn and worker:
+                    await memory_cluster.note("second")
+                    await memory_cluster.event_of("go on").wait()
+                await optimizer.apply_gradients([(np.float32(1), each) for each in v], step)
+
+        coordinator.schedule(train, args=(0,))
+        coordinator.schedule(train, args=(1,))
+        await memory_cluster.event_of("second").wait()
+        if away:
+            cluster.network.partition(*away)
+            memory_cluster.event_of("go on").set()
+        expected = f"gradients and waits for {what}"
+        with pytest.raises(psync.DeadlineExceeded, match=re.escape(expected)):
+            await coordinator.join(timeout=14.5)
+        assert any(expected in line for line in caplog.messages if "join waits: " in line)
+        assert what in str([group.lacks + group.waits_for
+                            for group in (await coordinator.status()).steps.groups])  # fmt: skip
+        assert any(f"waits for {what}" in line for line in caplog.messages) or not away
+        if away:
+            cluster.network.heal(*away)
+        memory_cluster.event_of("go on").set()
+        await coordinator.join()
+        assert await psync.pull(v) == [-2, -2]
+
+
 # --- what the tests share ----------------------------------------------------------------------
 
 

@@ -30,7 +30,10 @@ class World:
 
     def __init__(self, num_closures: int = 2) -> None:
         self.queue = held(num_closures)
-        self.joins = Joins(self.queue, lambda: "closure 0 on w0")
+        self.joins = Joins(self.queue, self.waits_for)
+
+    async def waits_for(self) -> str:
+        return "closure 0 on w0"
 
     def tell(self, _actions) -> None:
         self.joins.settle()

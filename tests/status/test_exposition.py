@@ -61,6 +61,7 @@ def test_counters_and_gauges_have_the_numbers_of_the_status() -> None:
     assert found['psync_pushes_by_staleness_total{staleness="2"}'] == 1
     assert found['psync_synchronous_pushes_total{optimizer="sync",outcome="dropped"}'] == 4
     assert found['psync_synchronous_waiting{optimizer="sync"}'] == 1
+    assert found['psync_synchronous_lacks{optimizer="sync"}'] == 0
     assert found[f'psync_worker_closure_mean_seconds{{task="{W0}"}}'] == 0.5
     assert found[f'psync_worker_running_seconds{{task="{W0}"}}'] == 0.25
     assert found[f'psync_worker_running_seconds{{task="{W1}"}}'] == 0
@@ -106,7 +107,7 @@ PS_COUNTERS = {
     "store": {"applies": 12, "shards": 4, "bytes": 800, "slot_bytes": 400},
     "ledger": {"duplicate": 1, "already_applied": 2, "fenced": 3, "refused": 4},
     "backup": {"state": "paired", "entries": 9, "taken": 7},
-    "staging": {"staged": 5}, "pushes": 6, "pulls": 7, "row_pulls": 8,
+    "staging": {"staged": 5, "parts": 0, "stale": 0}, "pushes": 6, "pulls": 7, "row_pulls": 8,
     "waiting": {"gate": 0, "lock": 2, "backup": 1, "compute": 0},
 }  # fmt: skip
 

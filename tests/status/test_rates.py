@@ -32,8 +32,8 @@ W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
 def group(**changes: Any) -> dict[str, Any]:
     """A synchronous group's counters, as ps 0 has them."""
     return {
-        "step": 5, "target": 2, "counted": 0, "partial_steps": 0, "waits": [], "waiting": 0,
-        "staleness": {}, "replicas": {}, **changes,
+        "step": 5, "target": 2, "counted": 0, "partial_steps": 0, "waits": [], "lacks": [],
+        "waiting": 0, "staleness": {}, "replicas": {}, **changes,
     }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def counters(**changes: Any) -> dict[str, Any]:
     return {
         "iterations": 10, "pushes": 10, "pulls": 20, "row_pulls": 2,
         "waiting": {"lock": 1, "compute": 0},
-        "staging": {"staged": 0},
+        "staging": {"staged": 0, "parts": 0, "stale": 0},
         "staleness": {"newest": [], "counts": {}},
         "store": {"shards": 2, "bytes": 800, "slot_bytes": 400},
         "ledger": {"duplicate": 1, "already_applied": 2, "fenced": 3, "refused": 4},

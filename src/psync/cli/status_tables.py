@@ -149,7 +149,7 @@ def _groups(groups: Sequence[GroupStatus]) -> _Rows:
         (
             Text(_plain(group.name)), str(group.step), number_text(group.steps_per_s),
             f"{group.counted} of {group.target}", str(group.partial_steps), str(group.dropped),
-            str(group.duplicates), tasks_text(group.waits_for),
+            str(group.duplicates), tasks_text(group.lacks + group.waits_for),
         )
         for group in groups
     ]  # fmt: skip

@@ -125,11 +125,13 @@ def _barriers(status: Status) -> _Found:
         return found if found is not None and found.seconds > AWAITED_S else None
 
     for group in status.steps.groups:
-        if not group.waiting:
+        if not group.waiting and not group.lacks:
             continue
         head = f"Step {group.step} of {group.name} has {group.counted} of {group.target} gradients"
         held = f"{len(group.waiting)} of {len(status.workers)} workers wait for it"
-        if not group.waits_for:
+        if group.lacks:
+            yield "bad", f"{head}; {held}. It waits for {tasks_text(group.lacks)}."
+        elif not group.waits_for:
             yield "bad", f"{head}; {held}, and no other worker has anything to do."
         elif (closure := longest(group.waits_for)) is not None:
             since = f"in {closure.name} since {seconds_text(closure.seconds)}"

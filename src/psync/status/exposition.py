@@ -79,6 +79,8 @@ def exposition(status: Status) -> str:
         add_by("outcome", "synchronous_pushes_total", text, outcomes, optimizer=group.name)
         text = "Workers that wait for a synchronous step."
         add("synchronous_waiting", text, len(group.waiting), optimizer=group.name)
+        text = "Parts of pushes, and ps tasks, that a synchronous step has waited for."
+        add("synchronous_lacks", text, len(group.lacks), optimizer=group.name)
     for worker in status.workers:
         states = {state: worker.state == state for state in WORKER_STATES}
         text = "1 for the state of the worker, else 0."
@@ -148,8 +150,10 @@ def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
         ps = ps_of(PsStatus(task, "", ""), counters, has_backups=has_backup)
         # Pushes without parts of synchronous ones, which are another number here.
         _add_ps(found, "task", replace(ps, pushes=counters["pushes"]))
-        staged, applies = counters["staging"]["staged"], counters["store"]["applies"]
-        found.add("task_staged_total", "Parts of synchronous pushes.", staged, task=task)
+        parts, applies = counters["staging"], counters["store"]["applies"]
+        found.add("task_staged_total", "Parts of synchronous pushes.", parts["staged"], task=task)
+        found.add("task_parts_held", "Parts of pushes that it holds.", parts["parts"], task=task)
+        found.add("task_parts_void_total", "Parts that counted not.", parts["stale"], task=task)
         found.add("task_applies_total", "Updates of shards.", applies, task=task)
     if work := counters.get("work"):
         seconds = {kind: work[kind] for kind in KINDS}

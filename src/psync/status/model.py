@@ -157,6 +157,7 @@ class GroupStatus:
     accepted: int
     dropped: int  # gradients that came too late
     duplicates: int
+    lacks: tuple[str, ...] = ()  # in words: parts of pushes, and ps tasks that apply a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,7 +488,7 @@ def _group(
         # Whoever has work and does not wait is what the others wait for.
         tuple(task for task in busy if task not in waiting) if waiting else (),
         steps_per_s, group["partial_steps"],
-        pushes["accepted"], pushes["stale"], pushes["duplicate"],
+        pushes["accepted"], pushes["stale"], pushes["duplicate"], tuple(group["lacks"]),
     )  # fmt: skip
 
 

@@ -19,9 +19,9 @@ def short_names(text: str) -> str:
 
 
 def tasks_text(tasks: Sequence[str]) -> str:
-    """Return "worker 0, worker 1, worker 2 and 4 more"."""
+    """Return "worker 0, worker 1, worker 2 and 4 more"; sentences that name tasks will do, too."""
     more = len(tasks) - MAX_NAMED
-    names = ", ".join(map(task_text, tasks[:MAX_NAMED]))
+    names = ", ".join(map(short_names, tasks[:MAX_NAMED]))
     return f"{names} and {more} more" if more > 0 else names
 
 

@@ -83,6 +83,7 @@ class AllPs:
         self._client: PsClient | None = None
         self._closed = False
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
+        self._asked: dict[tuple[int, int], Call] = {}  # (ps, group): of the newest step
         self._incarnation = attach.coordinator + timeline
         self._self = AsIfFrom(FROM_CLOSER, {}, self._start)
         self._own_parts: set[asyncio.Future[None]] = set()  # of ps 0, which take long
@@ -181,8 +182,19 @@ class AllPs:
                 done(answer)
 
         call = link.ask(Call(link, build=build), answered)
-        if isinstance(message, FollowParts) and ps in self.following:
+        if isinstance(message, CloseStep):
+            self._asked[ps, message.group] = call
+        elif ps in self.following:
             self.following[ps] = call
+
+    def awaited(self, group: int) -> list[int]:
+        """Return the ps tasks that have not answered yet of a step that they were told of."""
+        away = [
+            ps
+            for (ps, number), call in self._asked.items()
+            if number == group and call.then is not None
+        ]
+        return away or [0]
 
     def follow(self, others: Sequence[int]) -> None:
         """Hear from now on which parts of pushes are held on the other ps tasks.

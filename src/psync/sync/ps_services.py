@@ -252,7 +252,7 @@ class PsServices:
             "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),
             "staging": self.sync.staging.statistics(),
-            "sync": {} if self.closer is None else self.closer.steps.statistics(),
+            "sync": {} if self.closer is None else self.closer.statistics(),
             "clocks": self.clocks.statistics(),
             "accumulators": self.accumulators.statistics(),
             "backup": self.backup.statistics(),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,12 @@ from psync.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 2.0
+"""What an open step has lacked at two looks is shown to people, and what it has lacked for another
+``LOOKS_A_NOTE`` is logged."""
+
+LOOKS_A_NOTE = 5
+
 
 class _Here(msgspec.Struct, eq=False):
     """What ps tasks have of one push. It is no part of the state: all is told again to a backup."""
@@ -69,6 +75,7 @@ class _Here(msgspec.Struct, eq=False):
     local_step: int
     held: set[int] = msgspec.field(default_factory=set)  # ps tasks but 0 that have their part
     waits: tuple[Request[Update], Part] | None = None  # ps 0's part, until all have theirs
+    is_over: bool = False  # the rule was asked, or nobody waits for it
 
 
 class StepCloser:
@@ -116,6 +123,8 @@ class StepCloser:
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
         self._clock = LogClock(self._expired)
+        self._lacked: Mapping[str, int] = {}  # at how many looks in a row
+        self._look()
         self._over: PsyncError | None = None  # why nothing is decided here any more
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -126,14 +135,51 @@ class StepCloser:
         }
 
     def describe(self) -> list[str]:
-        """Say which pushes wait for a part, and where; for reports."""
+        """Say what open steps wait for, but for pushes; for reports."""
         return [
-            f"step {self.steps.present(group)} of group {group}: push {push} of {task} waits for "
-            f"its part at ps {', '.join(str(ps) for ps in others if ps not in here.held)}"
-            for (group, (task, _), push), here in self._here.items()
-            if here.waits is not None
-            for others in [here.waits[1].known.others]
+            f"step {self.steps.present(group)} of {known.config.name} waits for {lack}"
+            for group, known in self._sync.groups.items()
+            for lack in self._lacks(group)
         ]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters of each group, by its name and number.
+
+        Among them "lacks": what its step has waited for at the last look, too, in words.
+        """
+        return self.steps.statistics(
+            lambda group: [lack for lack in self._lacks(group) if lack in self._lacked]
+        )
+
+    def _lacks(self, group: int) -> list[str]:
+        lacks = list[str]()
+        outgoing = self._sync.groups[group].outgoing
+        if outgoing is not None and self.outgoing.pauses:
+            lacks = [f"the end of a pause ({', '.join(sorted(self.outgoing.pauses))})"]
+        elif outgoing is not None:
+            step = outgoing.close.step
+            lacks = [
+                f"/job:ps/task:{ps}, which applies step {step}" for ps in self.all_ps.awaited(group)
+            ]
+        parts = [
+            (task, push, ps)
+            for (number, (task, _), push), here in self._here.items()
+            if number == group and not here.is_over
+            for ps in ((0,) if here.waits is None else here.waits[1].known.others)
+            if ps not in here.held
+        ]
+        return lacks + [
+            f"the part of {task} at /job:ps/task:{ps} (push {push})" for task, push, ps in parts
+        ]
+
+    def _look(self) -> None:
+        """Look what open steps lack, again and again; log what they have lacked for long."""
+        lacks = [lack for group in self._sync.groups for lack in self._lacks(group)]
+        self._lacked = {lack: self._lacked.get(lack, 0) + 1 for lack in lacks}
+        if any(looks % LOOKS_A_NOTE == 0 for looks in self._lacked.values()):
+            for line in self.describe():
+                logger.warning("%s: %s", CLOSER, line)
+        self._looking = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     # A section of the state, with that of what ps 0 has itself.
 
@@ -190,6 +236,7 @@ class StepCloser:
     def replaced(self, why: str) -> None:
         """Another one decides from now on: pending requests fail, and later ones."""
         self._over = FencedError(f"{CLOSER} {why}")
+        self._looking.cancel()
         self._here.clear()
         self._sync.fail_all(self._over)
         self.outgoing.end()
@@ -207,6 +254,7 @@ class StepCloser:
         Cancellation: Links may be left open.
         """
         self._over = self._over or ClosedError(f"{CLOSER} ends")
+        self._looking.cancel()
         self.outgoing.end()
         self._clock.cancel()
         await self.all_ps.close()
@@ -231,7 +279,8 @@ class StepCloser:
             here = self._here.get(key)
             if here is None:
                 here = self._here[key] = _Here(part.local_step)
-            if here.held.issuperset(others):
+            here.is_over = here.held.issuperset(others)
+            if here.is_over:
                 self._sync.submit(request, part)
             else:
                 self._sync.wait(request, part)
@@ -259,14 +308,14 @@ class StepCloser:
                 waiting, part = here.waits
                 is_complete = here.held.issuperset(part.known.others)
                 if is_complete or self.steps.is_stale(group, local_step):
-                    here.waits = None
+                    here.waits, here.is_over = None, True
                     self._sync.submit(waiting, part)
 
     def _unheard(self, ps: int, error: Exception) -> None:
         """A ps is lost: pushes that wait for their parts there fail."""
         for key, here in list(self._here.items()):
             if here.waits is not None and ps in here.waits[1].known.others and ps not in here.held:
-                here.waits = None
+                here.waits, here.is_over = None, True
                 self._sync.fail(key, error)
 
     def _go_on_without(self, group: int, step: int = NOWHERE) -> None:
@@ -318,7 +367,7 @@ class StepCloser:
         """Nobody waits for a push any more."""
         group, replica, push = key
         if key in self._here:  # what others hold they have told, and it may come again
-            self._here[key].waits = None
+            self._here[key].waits, self._here[key].is_over = None, True
         message = ForgetPush(group, push)
         self._sync.executor.note(replica, message, lambda: self._forget(replica, message))
 

@@ -29,7 +29,7 @@ Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psync.errors import (
@@ -314,10 +314,10 @@ class SyncSteps:
                 actions += known.refuse_waiting(self._not_enough(known))
         return actions
 
-    def statistics(self) -> dict[str, Any]:
-        """Return counters of each group, by its name and number."""
+    def statistics(self, lacks: Callable[[int], list[str]] = lambda _: []) -> dict[str, Any]:
+        """Return counters of each group, by its name and number; and what its step ``lacks``."""
         return {
-            f"{known.config.name}/{number}": known.statistics()
+            f"{known.config.name}/{number}": {**known.statistics(), "lacks": lacks(number)}
             for number, known in self._groups.items()
         }
 

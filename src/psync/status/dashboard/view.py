@@ -138,7 +138,8 @@ def staleness(steps: StepsStatus) -> list[dict[str, Any]]:
 def _groups(steps: StepsStatus) -> list[dict[str, str]]:
     found = []
     for group in steps.groups:
-        waits = f", waits for {tasks_text(group.waits_for)}" if group.waits_for else ""
+        awaited = tasks_text(group.lacks + group.waits_for)
+        waits = f", waits for {awaited}" if awaited else ""
         text = (
             f"step {group.step:,}, {number_text(group.steps_per_s)}/s, {group.counted} of "
             f"{group.target} gradients{waits}"
