@@ -660,7 +660,8 @@ class Coordinator:
         with contextlib.suppress(PsyncError, TimeoutError):
             async with asyncio.timeout(PS_ANSWERS_WITHIN_S):
                 answer = await self.links.ps.links[0].call(messages.AskStatistics(), urgent=True)
-                groups = answer.message.counters["sync"]
+                if isinstance(answer.message, messages.Statistics):
+                    groups = answer.message.counters["sync"]
         for name, group in groups.items():
             lacks = group["lacks"] or [task for task in running if task not in group["waits"]]
             if lacks and (group["waits"] or group["lacks"]):

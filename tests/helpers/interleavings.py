@@ -280,8 +280,8 @@ class World:
             steps = self.closer.steps
             made = steps.snapshot()
             for _, group in made["groups"]:  # counters would only make states differ
-                group |= {"counts": [], "staleness": [], "steps": [0, 0]}
-                group["tokens"][-3:] = [0, 0, 0]
+                group |= {"outcomes": {}, "staleness": {}, "num_steps": 0, "num_partial": 0}
+                group["tokens"] |= {"published": 0, "taken": 0, "void": 0}
             rule, is_settled = msgpack.encode(made), steps.is_settled
             closing = tuple((each.step, _hashable(_placed(each))) for each in steps.closing())
             here = tuple(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import msgpack
 
 from psync.errors import (
     ConfigurationError,
@@ -13,7 +12,7 @@ from psync.errors import (
     PsyncError,
 )
 from psync.sync.group import Group
-from psync.sync.pushes import Answer, Close, Contribution, Push, Refuse
+from psync.sync.pushes import Answer, Close, Contribution, Refuse
 from psync.sync.steps import SyncSteps
 from psync.sync.tokens import Replica, Taker, TokenChannel
 from psync.wire.closure_numbers import numbered
@@ -247,7 +246,7 @@ def one_push() -> Contribution:
 
 
 def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
-    group = Group(GROUP, config(1), 0, None, 1)
+    group = Group(number=GROUP, config=config(1), others=1, step=0, first_step=0)
     with pytest.raises(AssertionError, match="nothing to close at step 0"):
         group.close(partial=True)
     group.judge(one_push(), 0)
@@ -262,22 +261,6 @@ def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
 
 
 CONTRIBUTION = Contribution(("/job:worker/task:0", 5), 3, 2, None, 1, b"set", -1, 0.5, [1])
-
-
-@pytest.mark.parametrize("closure", [None, 9])
-@pytest.mark.parametrize("is_answered", [True, False])
-def test_a_push_comes_back_from_its_snapshot(closure: int | None, *, is_answered: bool) -> None:
-    one = CONTRIBUTION
-    contribution = Contribution(
-        one.replica, 3, 2, closure, 1, one.variable_set, one.local_step, one.weight, one.others
-    )
-    push = Push(contribution, "accepted", 0, partial=True, count=2)
-    if is_answered:
-        push.answer = Answer(GROUP, one.replica, 3, "accepted", 0, 4, True, 2)
-    back = Push.restored(GROUP, msgpack.decode(msgpack.encode(push.snapshot())))
-    assert back.contribution == contribution
-    assert (back.outcome, back.staleness, back.partial, back.count) == ("accepted", 0, True, 2)
-    assert back.answer == push.answer
 
 
 # The sequence of a step.

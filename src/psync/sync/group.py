@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -22,57 +21,64 @@ from psync.store.sync_config import SyncConfig
 from psync.sync.pushes import Action, Answer, Close, Contribution, Push, Refuse
 from psync.sync.tokens import Replica, Taker, TokenChannel
 from psync.wire.closure_numbers import FIRST, Finality, first_of
-from psync.wire.codec import decode, encode
 from psync.wire.messages import Failure
 from psync.wire.remote_errors import exception_of, failure_of
 
-_OUTCOMES = ("accepted", "stale", "duplicate")
+
+class GroupState(msgspec.Struct, kw_only=True, eq=False):
+    """What a backup has of a group, too."""
+
+    step: int
+    first_step: int  # values of before it (local step -1) count as of this step
+    tokens: TokenChannel = msgspec.field(default_factory=TokenChannel)
+    target: int = 0  # pushes that the present step takes
+    next_target: int = 0
+    counted: list[Push] = msgspec.field(default_factory=list)  # in the present step
+    being_applied: list[Push] = msgspec.field(default_factory=list)  # in that which is closed
+    closing: Close | None = None  # is being applied
+    failure: Failure | None = None  # see ``broken``
+    short_since: float | None = None  # since when fewer live than ``min_replicas``
+    has_initial: bool = False  # initial tokens were put
+    shares: dict[Replica, int] = msgspec.field(default_factory=dict)  # of ``counted``
+    pushes: dict[Replica, dict[int, Push]] = msgspec.field(default_factory=dict)
+    """Those that are not acknowledged."""
+    acked_below: dict[Replica, int] = msgspec.field(default_factory=dict)
+    """It has the answers to all smaller numbers."""
+    tokens_held: dict[Replica, int] = msgspec.field(default_factory=dict)  # not used yet
+    counted_calls: dict[int, dict[int, bytes]] = msgspec.field(default_factory=dict)
+    """Closure → ordinal → digest."""
+    outcomes: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # pushes by task
+    staleness: dict[int, int] = msgspec.field(default_factory=dict)
+    num_steps: int = 0
+    num_partial: int = 0
 
 
-class Group:
-    """One group.
+class Group(GroupState, kw_only=True, eq=False):
+    """One group. It begins at the value of the global step.
 
     Args:
         number: Of the group.
         config: What its optimizer said.
-        step: At which it begins: the value of the global step.
-        alive: Living replicas, task → incarnation; None where nobody has said who lives.
         others: How many ps tasks there are but ps 0.
+
+    Attributes:
+        broken: Why a step could not be applied: none will be.
     """
 
-    def __init__(
-        self,
-        number: int,
-        config: SyncConfig,
-        step: int,
-        alive: Mapping[str, int] | None,
-        others: int,
-    ) -> None:
-        self.number = number
-        self.config = config
-        self._others = others
-        self.step = step
-        self.closing: Close | None = None  # is being applied
-        self.broken: PsyncError | None = None  # a step could not be applied
-        self.short_since: float | None = None  # since when fewer live than ``min_replicas``
+    number: int
+    config: SyncConfig
+    others: int
+    broken: PsyncError | None = None
+    per_step: int = 0  # tokens
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.per_step = config.tokens_per_step
+        self.target = self.next_target = config.replicas_to_aggregate
         self.tokens = TokenChannel(
-            config.allowance if config.strict else None, keeps_old=config.tensorflow_compat
+            config.allowance if config.strict else None, config.tensorflow_compat
         )
-        self.tokens.put(step, 0)
-        self.first_step = step  # values of before it (local step -1) count as of this step
-        self._target = self._next_target = self._target_for(alive)
-        self._per_step = config.tokens_per_step
-        self._counted: list[Push] = []  # in the present step
-        self._being_applied: list[Push] = []  # in the one before, while that is closed
-        self._shares: Counter[Replica] = Counter()  # of it, by who contributed
-        self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
-        self._acked_below: dict[Replica, int] = {}  # it has the answers to all smaller numbers
-        self._tokens_held: dict[Replica, int] = {}  # that were not used yet
-        self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
-        self._counts: dict[str, dict[str, int]] = {}  # pushes by task and outcome
-        self._staleness: Counter[int] = Counter()
-        self.has_initial = False  # initial tokens were put
-        self._steps = self._partial_steps = 0
+        self.tokens.put(self.step, 0)
 
     # Pushes.
 
@@ -93,10 +99,10 @@ class Group:
             PsyncError: The group is broken.
         """
         replica, number = contribution.replica, contribution.number
-        pushes = self._pushes.setdefault(replica, {})
-        acked_below = self._acked_below.setdefault(replica, 0)
+        pushes = self.pushes.setdefault(replica, {})
+        acked_below = self.acked_below.setdefault(replica, 0)
         if acked_below < contribution.acked_below:
-            acked_below = self._acked_below[replica] = contribution.acked_below
+            acked_below = self.acked_below[replica] = contribution.acked_below
             for acked in list(pushes):
                 if acked < acked_below:
                     del pushes[acked]
@@ -120,22 +126,22 @@ class Group:
         local_step = contribution.local_step
         # Steps that were closed since these values were the newest.
         staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
-        counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
+        counts = self.outcomes.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
         if self._was_counted(contribution, final):
             push = Push(contribution, "duplicate", staleness)
         elif staleness or (self.config.strict and self._has_had_its_share(contribution)):
             push = Push(contribution, "stale", staleness)
         else:
             push = Push(contribution, "accepted", 0)
-            self._counted.append(push)
-            self._shares[replica] = self._shares.get(replica, 0) + 1
+            self.counted.append(push)
+            self.shares[replica] = self.shares.get(replica, 0) + 1
             if contribution.closure is not None:
-                calls = self._calls.setdefault(contribution.closure & FIRST, {})
+                calls = self.counted_calls.setdefault(contribution.closure & FIRST, {})
                 calls[contribution.ordinal] = contribution.variable_set
         counts[push.outcome] += 1
-        self._staleness[staleness] += 1
+        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
         pushes[number] = push
-        token = self._tokens_held.pop(replica, None)
+        token = self.tokens_held.pop(replica, None)
         if push.outcome == "accepted" and token != self.step:
             self.tokens.charge(replica, self.step)
         return push
@@ -149,7 +155,7 @@ class Group:
     def forget(self, taker: Taker) -> None:
         """Nobody waits for this push: nor does it take the token that it has for its step."""
         self.tokens.waiting.pop(taker, None)
-        for push in self._being_applied:
+        for push in self.being_applied:
             answer = push.answer
             if answer and answer.count and (answer.replica, answer.number) == taker:
                 self.tokens.give_back(taker, answer.token)
@@ -158,30 +164,30 @@ class Group:
     def drop(self, replica: Replica, error: PsyncError) -> list[Action]:
         """The replica is gone: it waits no more. What was counted stays counted."""
         waiting = [number for owner, number in self.tokens.waiting if owner == replica]
-        for number in self._pushes.get(replica, ()):
+        for number in self.pushes.get(replica, ()):
             self.forget((replica, number))
-        self._pushes.pop(replica, None)
-        self._acked_below.pop(replica, None)
-        self._tokens_held.pop(replica, None)
+        self.pushes.pop(replica, None)
+        self.acked_below.pop(replica, None)
+        self.tokens_held.pop(replica, None)
         return [Refuse(self.number, replica, number, error) for number in waiting]
 
     def forget_calls(self, final: Finality) -> None:
         """Forget the calls of closures of which no run will come any more."""
-        for first in [first for first in self._calls if final.is_over(first)]:
-            del self._calls[first]
+        for first in [first for first in self.counted_calls if final.is_over(first)]:
+            del self.counted_calls[first]
 
     def waiting_closures(self) -> set[int | None]:
         """Return the closures whose replicas wait for a token."""
         return {
-            self._pushes[replica][number].contribution.closure
+            self.pushes[replica][number].contribution.closure
             for replica, number in self.tokens.waiting
         }
 
     def pending(self) -> list[tuple[int, Contribution]]:
         """Return (step, push) of what was counted in steps that have not been applied."""
         return [
-            *((self.step - 1, push.contribution) for push in self._being_applied),
-            *((self.step, push.contribution) for push in self._counted),
+            *((self.step - 1, push.contribution) for push in self.being_applied),
+            *((self.step, push.contribution) for push in self.counted),
         ]
 
     def calls(self) -> list[tuple[int, int, bytes]]:
@@ -193,7 +199,7 @@ class Group:
         }
         return [
             (closure, ordinal, digest)
-            for closure, by_ordinal in self._calls.items()
+            for closure, by_ordinal in self.counted_calls.items()
             for ordinal, digest in by_ordinal.items()
             if (closure, ordinal) not in pending
         ]
@@ -201,93 +207,46 @@ class Group:
     def note_calls(self, calls: Iterable[tuple[int, int, bytes]]) -> None:
         """Take calls for counted that were counted before this group was begun anew."""
         for closure, ordinal, digest in calls:
-            self._calls.setdefault(closure, {})[ordinal] = digest
+            self.counted_calls.setdefault(closure, {})[ordinal] = digest
 
     # Snapshots.
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return its state as plain data, but for its number and configuration."""
-        pushes = dict.fromkeys(
-            push
-            for listed in (*(known.values() for known in self._pushes.values()),
-                           self._being_applied, self._counted)
-            for push in listed
-        )  # fmt: skip
-        places = {push: place for place, push in enumerate(pushes)}
-        closing = self.closing and msgspec.structs.astuple(self.closing)[1:-1]
-        return {
-            "step": self.step, "first": self.first_step, "closing": closing,
-            "broken": None if self.broken is None else encode(failure_of(self.broken)),
-            "short_since": self.short_since, "tokens": self.tokens.snapshot(),
-            "target": self._target, "pushes": [push.snapshot() for push in pushes],
-            "known": [
-                [*replica, [places[push] for push in known.values()]]
-                for replica, known in self._pushes.items()
-            ],
-            "acked": [[*replica, below] for replica, below in self._acked_below.items()],
-            "being_applied": [places[push] for push in self._being_applied],
-            "counted": [places[push] for push in self._counted],
-            "held": [[*replica, token] for replica, token in self._tokens_held.items()],
-            "calls": [
-                [closure, ordinal, digest]
-                for closure, by_ordinal in self._calls.items()
-                for ordinal, digest in by_ordinal.items()
-            ],
-            "has_initial": self.has_initial,
-            "counts": [[task, *counts.values()] for task, counts in self._counts.items()],
-            "staleness": [list(each) for each in self._staleness.items()],
-            "steps": [self._steps, self._partial_steps],
-        }  # fmt: skip
+    def snapshot(self) -> Any:
+        """Return its state as plain data."""
+        state = {name: getattr(self, name) for name in GroupState.__struct_fields__}
+        return msgspec.to_builtins(state, builtin_types=(bytes,))
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Any) -> None:
         """Take the state that another one, of the same number and configuration, has returned."""
-        pushes = [Push.restored(self.number, each) for each in state["pushes"]]
-        self.step, self.first_step = state["step"], state["first"]
-        if state["closing"] is not None:
-            step, named, places, partial = state["closing"]
-            # Who has an answer while its step is applied, and hears of the step, gets it then.
-            being_applied = [pushes[at].answer for at in state["being_applied"]]
-            answers = [each for each in being_applied if each is not None and each.count]
-            self.closing = Close(self.number, step, [*map(tuple, named)], places, partial, answers)
-        if state["broken"] is not None:
-            self.broken = exception_of(cast(Failure, decode(state["broken"])), "/job:ps/task:0")
-        self.short_since, self._target = state["short_since"], state["target"]
-        self.tokens.restore(state["tokens"])
-        self._pushes = {
-            (task, born): {pushes[at].contribution.number: pushes[at] for at in places}
-            for task, born, places in state["known"]
-        }
-        self._acked_below = {(task, born): below for task, born, below in state["acked"]}
-        self._being_applied = [pushes[at] for at in state["being_applied"]]
-        self._counted = [pushes[at] for at in state["counted"]]
-        self._shares = Counter(push.contribution.replica for push in self._counted)
-        self._tokens_held = {(task, born): token for task, born, token in state["held"]}
-        self._calls = {}
-        self.note_calls(state["calls"])
-        self.has_initial = state["has_initial"]
-        self._counts = {
-            task: dict(zip(_OUTCOMES, counts, strict=True)) for task, *counts in state["counts"]
-        }
-        self._staleness = Counter(dict(state["staleness"]))
-        self._steps, self._partial_steps = state["steps"]
+        given = msgspec.convert(state, GroupState)
+        for name in GroupState.__struct_fields__:
+            setattr(self, name, getattr(given, name))
+        if self.failure is not None:
+            self.broken = exception_of(self.failure, "/job:ps/task:0")
+        for pushes in (self.counted, self.being_applied):  # the same object, wherever it is
+            pushes[:] = [
+                self.pushes.get(made.replica, {}).get(made.number, push)
+                for push in pushes
+                for made in [push.contribution]
+            ]
 
     # Steps.
 
     @property
     def is_complete(self) -> bool:
         """Whether the present step has what it needs."""
-        return len(self._counted) >= self._target
+        return len(self.counted) >= self.target
 
     @property
     def may_end(self) -> bool:
         """Whether there is a step that may be closed when nothing is left to do."""
-        return bool(self._counted and self.closing is None and self.broken is None)
+        return bool(self.counted and self.closing is None and self.broken is None)
 
     @property
     def is_due(self) -> bool:
         """Whether the present step has what it needs, and may be closed now."""
         return (
-            len(self._counted) >= self._target
+            len(self.counted) >= self.target
             and self.closing is None
             and self.broken is None
             and self.short_since is None
@@ -298,8 +257,8 @@ class Group:
 
         Once a push has counted it does not grow: those that come may have nothing for this step.
         """
-        target = self._next_target = self._target_for(alive)
-        self._target = min(self._target, target) if self._counted else target
+        target = self.next_target = self._target_for(alive)
+        self.target = min(self.target, target) if self.counted else target
         if len(alive) >= self.config.min_replicas:
             self.short_since = None
         elif self.short_since is None:
@@ -312,11 +271,11 @@ class Group:
             partial: Whether it is less than what it needs.
             last: The push that makes it complete; it has asked for no token so far.
         """
-        can_close = self._counted and self.closing is None and self.broken is None
+        can_close = self.counted and self.closing is None and self.broken is None
         assert can_close, f"{self.config.name}: there is nothing to close at step {self.step}"
-        pushes, self._counted = self._counted, []
-        self._being_applied = pushes
-        self._shares.clear()
+        pushes, self.counted = self.counted, []
+        self.being_applied = pushes
+        self.shares.clear()
         if self.config.deterministic:
             pushes.sort(key=lambda push: (parse_task_name(push.contribution.replica[0]),
                                           push.contribution.number))  # fmt: skip
@@ -333,17 +292,17 @@ class Group:
         if not self.config.tensorflow_compat:
             self.tokens.void_below(self.step)
             # Who waits already, and has pushed too late for this step, comes first.
-            room = self._per_step - len(waiting.keys() - takers)
+            room = self.per_step - len(waiting.keys() - takers)
             reserved: list[Taker] = []
             for push, taker, others in zip(pushes, takers, places, strict=True):
                 waits = push is last or taker in waiting
-                if waits and len(others) == self._others and len(reserved) < room:
+                if waits and len(others) == self.others and len(reserved) < room:
                     reserved.append(taker)
                     answers.append(self._answer(push, self.step, push.count))
             self.tokens.reserve(reserved, self.step)
         self.closing = Close(self.number, self.step - 1, named, places, partial, answers)
-        self._steps += 1
-        self._partial_steps += partial
+        self.num_steps += 1
+        self.num_partial += partial
         return self.closing
 
     def closed(self, step: int) -> list[Action]:
@@ -358,15 +317,15 @@ class Group:
                 f"{self.config.name}: step {step} is not being closed, but {expected}"
             )
         self.closing = None
-        self._being_applied = []
-        self._target = self._next_target
-        return self._answers(self.tokens.put(self.step, self._per_step))
+        self.being_applied = []
+        self.target = self.next_target
+        return self._answers(self.tokens.put(self.step, self.per_step))
 
     def failed(self, error: PsyncError) -> list[Action]:
         """The step that is being closed cannot be applied: the group is broken for good."""
-        self.broken, self.closing = error, None
+        self.broken, self.failure, self.closing = error, failure_of(error), None
         refused: list[Action] = []
-        for push in self._being_applied:
+        for push in self.being_applied:
             if push.answer is not None:  # who asks again hears the error
                 push.answer = None
                 taker = push.contribution.replica, push.contribution.number
@@ -389,15 +348,14 @@ class Group:
         """Give those who wait tokens of the present step: nothing else will make it go on."""
         return self._answers(self.tokens.release(self.step))
 
-    @property
-    def being_applied(self) -> list[Taker]:
-        """The pushes that count in the step that is being applied."""
-        made = [push.contribution for push in self._being_applied]
+    def takers_being_applied(self) -> list[Taker]:
+        """Return the pushes that count in the step that is being applied."""
+        made = [push.contribution for push in self.being_applied]
         return [(contribution.replica, contribution.number) for contribution in made]
 
     def applies(self, push: Push) -> bool:
         """Whether a push counts in the step that is being applied."""
-        return any(push is each for each in self._being_applied)
+        return any(push is each for each in self.being_applied)
 
     def refuse_waiting(self, error: PsyncError, *, but: Sequence[Taker] = ()) -> list[Action]:
         """Nobody waits any more, but for some: the others are told why."""
@@ -408,15 +366,15 @@ class Group:
         """Return counters as plain data."""
         return {
             "step": self.step,
-            "target": self._target,
-            "counted": len(self._counted),
-            "steps": self._steps,
-            "partial_steps": self._partial_steps,
+            "target": self.target,
+            "counted": len(self.counted),
+            "steps": self.num_steps,
+            "partial_steps": self.num_partial,
             "waiting": len(self.tokens.waiting),
             "waits": sorted({task for (task, _), _ in self.tokens.waiting}),
             "tokens": self.tokens.statistics(),
-            "staleness": {str(key): count for key, count in sorted(self._staleness.items())},
-            "replicas": {task: dict(counts) for task, counts in self._counts.items()},
+            "staleness": {str(key): count for key, count in sorted(self.staleness.items())},
+            "replicas": {task: dict(counts) for task, counts in self.outcomes.items()},
         }
 
     def _was_counted(self, contribution: Contribution, final: Finality) -> bool:
@@ -425,7 +383,7 @@ class Group:
             return False
         if final.is_final(closure):
             return True
-        digest = self._calls.get(closure & FIRST, {}).get(contribution.ordinal)
+        digest = self.counted_calls.get(closure & FIRST, {}).get(contribution.ordinal)
         if digest is not None and digest != contribution.variable_set:
             raise UsageError(
                 f"{self.config.name}: closure {first_of(closure)}, call {contribution.ordinal}, "
@@ -441,11 +399,11 @@ class Group:
         early to count. If it still waits, the program does not wait for it.
         """
         replica = contribution.replica
-        if self._shares[replica] < self.config.allowance:
+        if self.shares.get(replica, 0) < self.config.allowance:
             return False
         if any(owner == replica for owner, _ in self.tokens.waiting):
             raise UsageError(
-                f"{self.config.name}: {replica[0]} has contributed {self._shares[replica]} times "
+                f"{self.config.name}: {replica[0]} has contributed {self.shares[replica]} times "
                 f"to step {self.step}, the maximum with bound tokens",
                 hint="await each apply_gradients before the next pull and push",
             )
@@ -460,7 +418,7 @@ class Group:
     def _answers(self, grants: list[tuple[Taker, int]]) -> list[Action]:
         answers: list[Action] = []
         for (replica, number), token in grants:
-            push = self._pushes[replica][number]
+            push = self.pushes[replica][number]
             # Who goes on while its step is applied is told of no step: that may fail yet.
             count = 0 if self.closing is not None and self.applies(push) else push.count
             answers.append(self._answer(push, token, count))
@@ -471,5 +429,5 @@ class Group:
         push.answer = Answer(
             self.number, replica, number, push.outcome, push.staleness, token, push.partial, count
         )
-        self._tokens_held[replica] = token
+        self.tokens_held[replica] = token
         return push.answer

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -82,24 +81,3 @@ class Push(msgspec.Struct, eq=False):
     partial: bool = False
     count: int = 0
     answer: Answer | None = None
-
-    def snapshot(self) -> list[Any]:
-        """Return it as plain data."""
-        given = self.answer and [self.answer.token, self.answer.partial, self.answer.count]
-        return [
-            *msgspec.structs.astuple(self.contribution), self.outcome, self.staleness,
-            self.partial, self.count, given,
-        ]  # fmt: skip
-
-    @classmethod
-    def restored(cls, group: int, state: Sequence[Any]) -> Push:
-        """Return that of which another one is the snapshot."""
-        replica, *rest = state[:-5]
-        contribution = Contribution((replica[0], replica[1]), *rest)
-        push = cls(contribution, *state[-5:-1])
-        if state[-1] is not None:
-            push.answer = Answer(
-                group, contribution.replica, contribution.number, push.outcome, push.staleness,
-                *state[-1],
-            )  # fmt: skip
-        return push

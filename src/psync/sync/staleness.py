@@ -25,7 +25,6 @@ Server"; of joining and idle workers it says nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -54,14 +53,13 @@ class Release:
 class _Clock:
     """Of one replica."""
 
-    __slots__ = ("counts", "has_work", "released", "start", "ticks")
+    __slots__ = ("has_work", "released", "start", "ticks")
 
     def __init__(self, start: int) -> None:
         self.start = start  # what the clock would show at tick 0
         self.ticks = 0  # highest number of a tick
         self.released = 0  # highest number of one that was released
         self.has_work = False
-        self.counts = False  # it has work and does not wait elsewhere: others wait for it
 
     @property
     def value(self) -> int:
@@ -79,9 +77,7 @@ class RoundClocks:
         self.max_staleness = max_staleness
         self._clocks: dict[Replica, _Clock] = {}
         self._elsewhere: frozenset[Replica] = frozenset()
-        self._at: Counter[int] = Counter()  # how many workers that count are at each clock
-        self._slowest = 0  # of these clocks; the highest ever reached, where nobody counts
-        self._highest = 0  # ever reached
+        self._highest = 0  # clock ever reached
         self._waiting: dict[int, dict[Tick, None]] = {}  # by the clock that they wait with
         self._ticks = self._waits = 0
         self._ended = False
@@ -102,13 +98,15 @@ class RoundClocks:
         tick = Tick(task, incarnation, number)
         clock = self._clocks.get((task, incarnation))
         if clock is None:
-            clock = self._clocks[(task, incarnation)] = _Clock(self._slowest - number + 1)
+            clock = self._clocks[(task, incarnation)] = _Clock(self._slowest() - number + 1)
             clock.ticks = number - 1  # nobody has heard of these
         if number <= clock.released:
-            return [Release(tick, max(0, clock.start + number - self._slowest))]
+            return [Release(tick, max(0, clock.start + number - self._slowest()))]
         is_new = number > clock.ticks
         if is_new:
-            self._advance(clock, number)
+            clock.ticks = number
+            self._ticks += 1
+            self._highest = max(self._highest, clock.value)
         mine = clock.start + number
         self._waiting.setdefault(mine, {})[tick] = None
         released = self._release()
@@ -141,7 +139,6 @@ class RoundClocks:
             if not clock.has_work:
                 clock.has_work = True
                 clock.start += max(0, slowest - clock.value)
-        self._count()
         return self._release()
 
     def elsewhere(self, replicas: AbstractSet[Replica]) -> list[Release]:
@@ -153,7 +150,6 @@ class RoundClocks:
         if replicas == self._elsewhere:
             return []
         self._elsewhere = frozenset(replicas)
-        self._count()
         return self._release()
 
     @property
@@ -188,35 +184,24 @@ class RoundClocks:
             "waiting": sum(map(len, self._waiting.values())),
         }
 
-    def _advance(self, clock: _Clock, number: int) -> None:
-        before = clock.value
-        clock.ticks = number
-        self._ticks += 1
-        self._highest = max(self._highest, clock.value)
-        if clock.counts:
-            self._at[before] -= 1
-            self._at[clock.value] += 1
-            while not self._at[self._slowest]:
-                del self._at[self._slowest]
-                self._slowest = min(self._at)
-        elif not self._at:
-            self._slowest = self._highest
-
-    def _count(self) -> None:
-        """Count anew who is at which clock, and find the slowest."""
-        for replica, clock in self._clocks.items():
-            clock.counts = clock.has_work and replica not in self._elsewhere
-        self._at = Counter(clock.value for clock in self._clocks.values() if clock.counts)
-        self._slowest = min(self._at, default=self._highest)
+    def _slowest(self) -> int:
+        """Return the slowest clock of those that have work and do not wait elsewhere."""
+        counting = (
+            clock.value
+            for replica, clock in self._clocks.items()
+            if clock.has_work and replica not in self._elsewhere
+        )
+        return min(counting, default=self._highest)
 
     def _release(self) -> list[Release]:
         """Let go who waits with a clock that the slowest one allows."""
-        allowed = self._slowest + self.max_staleness
+        slowest = self._slowest()
+        allowed = slowest + self.max_staleness
         free = sorted(clock for clock in self._waiting if clock <= allowed or self._ended)
         releases = []
         for clock in free:
             for tick in self._waiting.pop(clock):
-                releases.append(Release(tick, max(0, clock - self._slowest)))
+                releases.append(Release(tick, max(0, clock - slowest)))
                 known = self._clocks.get((tick.task, tick.incarnation))
                 if known is not None:
                     known.released = max(known.released, tick.number)

@@ -93,8 +93,9 @@ class SyncSteps:
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = Group(
-                group, config, initial_step, self._alive, self._others
-            )
+                number=group, config=config, others=self._others,
+                step=initial_step, first_step=initial_step,
+            )  # fmt: skip
             if self._alive is not None:  # it knows since when too few live
                 known.follow(self._alive, self._now)
                 self.is_short |= known.short_since is not None
@@ -285,7 +286,7 @@ class SyncSteps:
         return [
             act
             for known in self._groups.values()
-            for act in known.refuse_waiting(error, but=known.being_applied)
+            for act in known.refuse_waiting(error, but=known.takers_being_applied())
         ]
 
     @property
@@ -350,8 +351,8 @@ class SyncSteps:
         self._ended = state["ended"]
         self._noted = [tuple(each) for each in state["noted"]]
         for number, group in state["groups"]:
-            known = Group(number, configs[number], group["first"], self._alive, self._others)
-            self._groups[number] = known
+            self.define(number, configs[number], 0)
+            known = self._groups[number]
             known.restore(group)
             self.is_short |= known.short_since is not None
 

@@ -23,9 +23,10 @@ are never bound, never void, and a waiting replica is never told that training h
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 Replica: TypeAlias = tuple[str, int]
 """Task name and incarnation."""
@@ -34,57 +35,58 @@ Taker: TypeAlias = tuple[Replica, int]
 """Who asks: a replica, and the number of its push."""
 
 
-class TokenChannel:
-    """Tokens of one group. Single owner; never blocks.
+class TokenChannel(msgspec.Struct, eq=False):
+    """Tokens of one group; all of it is state. Single owner; never blocks.
 
     Args:
         allowance: None: free tokens. Else how many of each step a replica may take.
         keeps_old: Whether a new step leaves older tokens in the channel.
     """
 
-    def __init__(self, allowance: int | None = None, *, keeps_old: bool = False) -> None:
-        self._allowance = allowance
-        self._keeps_old = keeps_old
-        self._step = 0  # of the newest tokens
-        self._free: deque[int] = deque()
-        self._valid_from = 0  # the lowest step of which there may be tokens
-        self._used: Counter[tuple[int, Replica]] = Counter()  # bound tokens of each step
-        self.waiting: dict[Taker, None] = {}  # in order of arrival
-        self._reserved = 0  # free tokens of the next ``put`` that are taken
-        self._published = self._taken = self._void = 0
+    allowance: int | None = None
+    keeps_old: bool = False
+    step: int = 0  # of the newest tokens
+    free: list[int] = msgspec.field(default_factory=list)
+    valid_from: int = 0  # the lowest step of which there may be tokens
+    used: dict[Taker, int] = msgspec.field(default_factory=dict)  # bound ones, by replica and step
+    waiting: dict[Taker, None] = msgspec.field(default_factory=dict)  # in order of arrival
+    reserved: int = 0  # free tokens of the next ``put`` that are taken
+    published: int = 0
+    taken: int = 0
+    void: int = 0
 
     def put(self, step: int, count: int) -> list[tuple[Taker, int]]:
         """Publish ``count`` tokens of ``step``; return who gets which.
 
         Bound tokens need no count: every replica gets its allowance.
         """
-        if step > self._step:
-            self._step = step
-            if not self._keeps_old and step > self._valid_from:
+        if step > self.step:
+            self.step = step
+            if not self.keeps_old and step > self.valid_from:
                 self.void_below(step)
-        if self._allowance is None:
-            left = max(0, count - self._reserved)
-            self._reserved = 0
-            self._free.extend([step] * left)
-            self._published += left
+        if self.allowance is None:
+            left = max(0, count - self.reserved)
+            self.reserved = 0
+            self.free.extend([step] * left)
+            self.published += left
         else:
-            self._used = Counter({key: n for key, n in self._used.items() if key[0] >= step})
+            self.used = {key: n for key, n in self.used.items() if key[1] >= step}
         grants: list[tuple[Taker, int]] = []
         for taker in list(self.waiting):
             token = self._token_for(taker[0])
             if token is not None:
                 del self.waiting[taker]
                 grants.append((taker, token))
-            elif self._allowance is None:
+            elif self.allowance is None:
                 break
         return grants
 
     def void_below(self, step: int) -> None:
         """Let there be no tokens of earlier steps: none at all, until ``put`` brings newer ones."""
-        self._valid_from = step
-        while self._free and self._free[0] < step:
-            self._free.popleft()
-            self._void += 1
+        self.valid_from = step
+        while self.free and self.free[0] < step:
+            del self.free[0]
+            self.void += 1
 
     def take(self, taker: Taker) -> int | None:
         """Return a token, or None: ``taker`` waits. Whoever waits already keeps its place."""
@@ -97,36 +99,36 @@ class TokenChannel:
         """Let each of ``takers`` have a token of ``step``, which is published later."""
         for taker in takers:
             self.waiting.pop(taker, None)
-            if self._allowance is None:
-                self._reserved += 1
+            if self.allowance is None:
+                self.reserved += 1
             else:
-                self._used[step, taker[0]] += 1
-        self._published += len(takers)
-        self._taken += len(takers)
+                self.used[taker[0], step] = self.used.get((taker[0], step), 0) + 1
+        self.published += len(takers)
+        self.taken += len(takers)
 
     def give_back(self, taker: Taker, step: int) -> None:
         """``taker`` does not want its token of ``step``, which is not published so far."""
-        if self._allowance is None:
-            self._reserved -= 1
+        if self.allowance is None:
+            self.reserved -= 1
         else:
-            self._used[step, taker[0]] -= 1
-        self._published -= 1
-        self._taken -= 1
+            self.used[taker[0], step] -= 1
+        self.published -= 1
+        self.taken -= 1
 
     def charge(self, replica: Replica, step: int) -> None:
         """Count a bound token of ``step`` as used, by who contributed to it without having one.
 
         Such a replica began, or it has used an older token for values that it pulled since.
         """
-        if self._allowance is not None:
-            self._used[step, replica] += 1
+        if self.allowance is not None:
+            self.used[replica, step] = self.used.get((replica, step), 0) + 1
 
     def release(self, step: int) -> list[tuple[Taker, int]]:
         """Give everyone who waits a token of ``step`` beyond what was published."""
         grants = [(taker, step) for taker in self.waiting]
         self.waiting.clear()
-        self._published += len(grants)
-        self._taken += len(grants)
+        self.published += len(grants)
+        self.taken += len(grants)
         return grants
 
     def close(self, but: Sequence[Taker] = ()) -> list[Taker]:
@@ -135,40 +137,24 @@ class TokenChannel:
         self.waiting = {taker: None for taker in self.waiting if taker in but}
         return takers
 
-    def snapshot(self) -> list[Any]:
-        """Return its state as plain data."""
-        return [
-            self._step, list(self._free), self._valid_from,
-            [[step, *replica, count] for (step, replica), count in self._used.items()],
-            [[*replica, number] for replica, number in self.waiting], self._reserved,
-            self._published, self._taken, self._void,
-        ]  # fmt: skip
-
-    def restore(self, state: Sequence[Any]) -> None:
-        """Take the state that another channel, of the same configuration, has returned."""
-        self._step, free, self._valid_from, used, waiting, *rest = state
-        self._free = deque(free)
-        self._used = Counter({(step, (task, born)): count for step, task, born, count in used})
-        self.waiting = {((task, born), number): None for task, born, number in waiting}
-        self._reserved, self._published, self._taken, self._void = rest
-
     def statistics(self) -> dict[str, int]:
         """Return counters as of now: ``published == taken + void + left``."""
         return {
-            "published": self._published, "taken": self._taken, "void": self._void,
-            "left": len(self._free),
+            "published": self.published, "taken": self.taken, "void": self.void,
+            "left": len(self.free),
         }  # fmt: skip
 
     def _token_for(self, replica: Replica) -> int | None:
-        if self._allowance is None:
-            if not self._free:
+        if self.allowance is None:
+            if not self.free:
                 return None
-            token = self._free.popleft()
+            token = self.free.pop(0)
         else:
-            if self._step < self._valid_from or self._used[self._step, replica] >= self._allowance:
+            used = self.used.get((replica, self.step), 0)
+            if self.step < self.valid_from or used >= self.allowance:
                 return None
-            self._used[self._step, replica] += 1
-            self._published += 1
-            token = self._step
-        self._taken += 1
+            self.used[replica, self.step] = used + 1
+            self.published += 1
+            token = self.step
+        self.taken += 1
         return token

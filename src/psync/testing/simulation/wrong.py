@@ -488,7 +488,7 @@ def of_open_steps_too(original: Callable[..., Any]) -> Any:
     def calls(self: Group) -> list[tuple[int, int, bytes]]:
         return [
             (closure, ordinal, digest)
-            for closure, by_ordinal in self._calls.items()
+            for closure, by_ordinal in self.counted_calls.items()
             for ordinal, digest in by_ordinal.items()
         ]
 
