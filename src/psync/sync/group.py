@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class GroupState(msgspec.Struct, kw_only=True, eq=False):
     counted_calls: dict[int, dict[int, bytes]] = msgspec.field(default_factory=dict)
     """Closure → ordinal → digest."""
     outcomes: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # pushes by task
-    staleness: dict[int, int] = msgspec.field(default_factory=dict)
+    staleness: dict[int, int] = msgspec.field(default_factory=Counter)
     num_steps: int = 0
     num_partial: int = 0
 
@@ -139,7 +140,7 @@ class Group(GroupState, kw_only=True, eq=False):
                 calls = self.counted_calls.setdefault(contribution.closure & FIRST, {})
                 calls[contribution.ordinal] = contribution.variable_set
         counts[push.outcome] += 1
-        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+        self.staleness[staleness] += 1
         pushes[number] = push
         token = self.tokens_held.pop(replica, None)
         if push.outcome == "accepted" and token != self.step:
@@ -219,6 +220,7 @@ class Group(GroupState, kw_only=True, eq=False):
     def restore(self, state: Any) -> None:
         """Take the state that another one, of the same number and configuration, has returned."""
         given = msgspec.convert(state, GroupState)
+        given.staleness = Counter(given.staleness)
         for name in GroupState.__struct_fields__:
             setattr(self, name, getattr(given, name))
         if self.failure is not None:
