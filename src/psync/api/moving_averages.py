@@ -119,7 +119,7 @@ class ExponentialMovingAverage:
             instead="call apply in main(), on the coordinator, before the step is scheduled",
         )
         if var_list is None:
-            var_list = _open_scope("apply without var_list")._trainable()
+            var_list = scope_for("moving average: apply without var_list", "call it")._trainable()
         elif isinstance(var_list, Handle):
             raise UsageError(
                 f'moving average: expected a list of variables, got variable "{var_list.name}"',
@@ -214,7 +214,9 @@ class ExponentialMovingAverage:
 
         Source: ``tf.train.ExponentialMovingAverage.variables_to_restore``.
         """
-        scope = current_scope() or self._scope() or _open_scope("variables_to_restore")
+        scope = current_scope() or self._scope()
+        if scope is None:
+            scope = scope_for("moving average: variables_to_restore before apply", "call it")
         if moving_avg_variables is None:
             moving_avg_variables = (*scope._trainable(), *self._shadows)
         averaged = dict.fromkeys(moving_avg_variables)
@@ -274,11 +276,3 @@ def _checked_scope(variable: Any) -> Scope:
     else:
         return scope
     raise error(f'moving average of "{spec.name}": {wrong}', hint=hint)
-
-
-def _open_scope(operation: str) -> Scope:
-    return scope_for(
-        f"moving average: {operation}",
-        instead="call it in main(), on the coordinator",
-        hint="call it in `with strategy.scope():`, or after apply([w, b])",
-    )

@@ -98,12 +98,9 @@ class StalenessBound:
     max_staleness: int
 
     def __post_init__(self) -> None:
-        expected = "StalenessBound: expected a number of rounds as max_staleness"
-        rounds = checked_integer(expected, self.max_staleness, -(1 << 63))
-        checked_integer(
-            f"StalenessBound: expected max_staleness from 0 to {MAX_STALENESS}",
-            rounds, 0, MAX_STALENESS, hint="without a bound workers never wait for each other",
-        )  # fmt: skip
+        expected = f"StalenessBound: expected max_staleness from 0 to {MAX_STALENESS} rounds"
+        hint = "a whole number; without a bound workers never wait for each other"
+        rounds = checked_integer(expected, self.max_staleness, 0, MAX_STALENESS, hint=hint)
         object.__setattr__(self, "max_staleness", rounds)
 
     async def end_round(self, runtime: Runtime, optimizer: int) -> None:
@@ -405,6 +402,23 @@ ValueAndGrad = Callable[..., Any]
 """Called with the values of a list of variables, one argument each, or with another nesting of
 values as one argument. Returns the loss and the gradients in that order, or nested so; and
 predictions, if it has any."""
+
+
+def parts_of(made: Any) -> Sequence[Any]:
+    """Return (loss, gradients), or those and predictions, of what a function of the user has made.
+
+    Raises:
+        ValueMismatchError: It has made something else.
+    """
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+        got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+        raise ValueMismatchError(
+            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
+            f"got {got}",
+            hint="return loss, [gradient_of_w, gradient_of_b]. For evaluation alone, a Trainer's "
+            "loss_and_predictions returns (loss, predictions)",
+        )
+    return made
 
 
 OF_THE_PROCESS = frozenset(
@@ -852,22 +866,8 @@ class Optimizer:
         else:
             variables = listed(var_list)
         flat, values = is_flat(variables), await pull_values(variables)
-        answer = value_and_grad(*values) if flat else value_and_grad(values)
-        try:
-            _, grads, *predictions = answer
-            grads = list(grads) if flat else grads
-            if len(predictions) > 1:
-                raise ValueError("too many values")
-        except (TypeError, ValueError):
-            raise ValueMismatchError(
-                "value_and_grad: expected it to return (loss, gradients), got "
-                f"{type(answer).__name__}",
-                hint="return loss, [gradient_of_w, gradient_of_b]",
-            ) from None
-        if flat and len(grads) != len(variables):
-            raise ValueMismatchError(
-                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
-            )
+        _, grads, *_ = parts_of(value_and_grad(*values) if flat else value_and_grad(values))
+        grads = list(grads) if flat and np.iterable(grads) else grads
         return [(gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")]
 
     async def minimize(

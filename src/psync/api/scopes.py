@@ -204,22 +204,21 @@ def current_scope() -> Scope | None:
     return scope
 
 
-def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = None) -> Scope:
+def scope_for(operation: str, do: str = "declare it") -> Scope:
     """Return the strategy whose scope is open, for something that is declared in it.
 
     Args:
         operation: For messages.
-        instead: What to do where it is inside a step.
-        hint: What to do where no scope is open.
-        outside: What messages say that is outside of a scope; None: the operation.
+        do: What hints say that is to be done in a scope.
 
     Raises:
         UsageError: No scope is open; or a step or dataset code is running here.
     """
-    forbid_in_step(operation, instead=instead)
+    hint = f"{do} in `with strategy.scope():`"
+    forbid_in_step(operation, instead=f"{hint} on the coordinator, and use it in the step")
     scope = current_scope()
     if scope is None:
-        raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
+        raise UsageError(f"{operation} outside a strategy's scope", hint=hint)
     return scope
 
 

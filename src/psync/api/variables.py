@@ -619,13 +619,7 @@ class Variable(Handle):
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Variable:  # to type checkers; it may be a ShardedVariable
         called = f'variable "{name or "Variable"}"'
-        scope = scope_for(
-            f"declaring {called}",
-            instead="declare it in `with strategy.scope():` on the coordinator, "
-            "and use it in the step",
-            hint="declare it in `with strategy.scope():`",
-            outside=f"{called} is declared",
-        )
+        scope = scope_for(f"declaring {called}")
         where = place_of(sys._getframe(1))
         made = through_creators(
             partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
@@ -971,7 +965,7 @@ def get_or_create_global_step() -> Variable:
 
     Source: ``tf.compat.v1.train.get_or_create_global_step``.
     """
-    scope = _scope_of_step("get_or_create_global_step")
+    scope = scope_for("get_or_create_global_step", "call it")
     known = global_step_of(scope)
     if known is not None:
         return known
@@ -990,7 +984,7 @@ def get_global_step() -> Variable | None:
 
     Source: ``tf.compat.v1.train.get_global_step``.
     """
-    return global_step_of(_scope_of_step("get_global_step"))
+    return global_step_of(scope_for("get_global_step", "call it"))
 
 
 def global_step_of(scope: Scope) -> Variable | None:
@@ -1034,14 +1028,6 @@ def check_step(
         return variable
     hint = "psync.get_or_create_global_step() creates one, in `with strategy.scope():`"
     raise error(f"{purpose}: {wrong}", hint=hint)
-
-
-def _scope_of_step(operation: str) -> Scope:
-    return scope_for(
-        operation,
-        instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
-        hint="call it in `with strategy.scope():`",
-    )
 
 
 # --- modules ------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from psync.api.cluster_coordinator import (
     running_coordinator,
 )
 from psync.api.datasets import PerWorkerDataset
-from psync.api.optimizers import Optimizer
+from psync.api.optimizers import Optimizer, parts_of
 from psync.api.pulls import leaves, pairs, pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import get_or_create_global_step
@@ -483,22 +483,6 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
 def _is_of_rows(part: object) -> bool:
     """Return whether a part of validation data is an array, or a dict of them."""
     return hasattr(part, "__array__") or isinstance(part, Mapping)
-
-
-def parts_of(made: Any) -> Sequence[Any]:
-    """Return (loss, …) of what a function of the user has made of a batch.
-
-    Raises:
-        ValueMismatchError: It is none.
-    """
-    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
-        got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
-        raise ValueMismatchError(
-            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
-            f"got {got}",
-            hint="for evaluation alone, loss_and_predictions returns (loss, predictions)",
-        )
-    return made
 
 
 def batch_size_of(batch: Any) -> int:
