@@ -380,7 +380,7 @@ async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None
         await v.read()
     with pytest.raises(ClosedError, match=f'assign to "v": {text}'):
         await v.assign(1)
-    with strategy.scope(), pytest.raises(ClosedError, match='variable "w": the coordinator of'):
+    with strategy.scope(), pytest.raises(ClosedError, match='declaring variable "w": the coord'):
         psync.Variable(0.0, name="w")
 
 

@@ -278,13 +278,9 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: Closes everything again.
         """
-        if self._starting or self._coordinator is not None:
-            raise UsageError("the coordinator of this strategy is running already")
-        if self.strategy._created:
-            raise ClosedError(
-                "the coordinator of this strategy was closed, and its variables with it",
-                hint="create a new strategy",
-            )
+        if self._starting or self.strategy._runtime is not None:
+            raise UsageError("the coordinator or session of this strategy is running already")
+        self.strategy._check_not_closed("start")
         cluster, own = self.strategy.cluster, "127.0.0.1:1"  # not in the cluster: listens nowhere
         if "chief" in cluster.jobs:
             own = cluster.task_address("chief", cluster.task_indices("chief")[0])

@@ -47,6 +47,9 @@ H = TypeVar("H")
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
+_RUNNING = (
+    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
+)
 OTHER_STRATEGY_HINT = (
     "a step reaches what its own strategy has declared in main(), on the coordinator; read "
     "anything else in the program, and pass its value as an argument"
@@ -107,7 +110,6 @@ class Scope:
 
         A variable with its own placement is not partitioned, and does not advance the strategy's.
         """
-        self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
         whole = self._whole(name, full_shape, dtype_name, trainable, where)
         here, original = current_elsewhere.get(), None
@@ -132,7 +134,6 @@ class Scope:
 
     def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable next to another one, whose value it begins with."""
-        self._check_open(name)
         whole = self._whole(name, original.shape, original.dtype, False, where)
         return self._declared(name, Declaration(self._beside(original, whole), None, original))
 
@@ -140,6 +141,7 @@ class Scope:
         self, name: str, shape: tuple[int, ...], dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
         """Return a new variable, under a name that is not taken; it has no shards yet."""
+        self._check_not_closed(f'declaring variable "{name}"')
         unique, count = name, self._names.get(name, 0)
         while unique in self._names:
             unique = f"{name}_{count}"
@@ -164,11 +166,12 @@ class Scope:
             self._placer.note(shard.ps, shard.nbytes)
         return replace(whole, shards=shards)
 
-    def _check_open(self, name: str) -> None:
+    def _check_not_closed(self, operation: str) -> None:
+        """Raise ``ClosedError`` if a coordinator or session of this strategy has ended."""
         if self._created and self._runtime is None:
             raise ClosedError(
-                f'variable "{name}": the coordinator of this strategy was closed',
-                hint="create a new strategy, and declare the variable there",
+                f"{operation}: the coordinator or session was closed, and its variables with it",
+                hint=f"create a new strategy, and do it inside {_RUNNING}",
             )
 
     def _declared(self, name: str, declaration: Declaration) -> VariableSpec:
@@ -254,11 +257,6 @@ current_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", 
 """The innermost that is in force; None: nothing is."""
 
 
-_RUNNING = (
-    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
-)
-
-
 def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] = ()) -> Runtime:
     """Return what carries ``operation`` to the ps tasks.
 
@@ -287,11 +285,8 @@ def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] =
         if asyncio._get_running_loop() not in (None, scope._runtime.ps.loop):
             raise other_loop(operation)
         return scope._runtime
-    if scope is not None and scope._created:
-        raise ClosedError(
-            f"{operation}: the coordinator or session was closed, and its variables with it",
-            hint=f"do it inside {_RUNNING}",
-        )
+    if scope is not None:
+        scope._check_not_closed(operation)
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
         hint=f"do it inside {_RUNNING}, or in a step; forked processes have no connection",
