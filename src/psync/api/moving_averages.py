@@ -129,8 +129,10 @@ class ExponentialMovingAverage:
         where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
-                spec = scope._declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
-                self._shadows[variable] = declared_in(scope, spec)
+                spec, name = variable.spec, f"{variable.name}/{self.name}"
+                described = None, spec.shape, spec.dtype
+                copy = scope._declare(name, described, where, copied=spec)
+                self._shadows[variable] = declared_in(scope, copy)
 
     async def update(self) -> None:
         """Move all averages towards the present values of their variables.

@@ -896,9 +896,8 @@ def _declare(
             hint="trainable=False, or synchronization=psync.VariableSynchronization.ON_WRITE",
         )
     extents = tuple(shape) if shape is not None else None
-    trainable = not on_read if trainable is None else trainable
+    described = initial, own, kept = describe(initial_value, name, dtype, extents, where)
     if on_read:  # a hidden variable of all copies, each of which begins with the value
-        initial, own, kept = describe(initial_value, name, dtype, extents, where)
         subject = f'variable "{name}" declared at {where}'
         if aggregation is SUM and kept == "bool":
             raise UsageError(
@@ -912,10 +911,9 @@ def _declare(
                 value = initial_array(initial, own, (0,) * len(own), kept, subject)
             return repeated(value, num_workers, aggregation)
 
-        initial_value, dtype, extents = copies, kept, (num_workers + 1, *own)
-    spec = scope._declare(
-        initial_value, name, dtype, extents, trainable, where, partitioned=not on_read
-    )
+        described = copies, (num_workers + 1, *own), kept
+    trains = not on_read if trainable is None else trainable
+    spec = scope._declare(name, described, where, trainable=trains, partitioned=not on_read)
     return declared_in(scope, spec, synchronization, aggregation)
 
 
@@ -970,9 +968,8 @@ def get_or_create_global_step() -> Variable:
     if known is not None:
         return known
     where = place_of(sys._getframe(1))
-    spec = scope._declare(np.zeros((), np.int64), GLOBAL_STEP, None, None, False, where, ps=0)
-    step: Variable = declared_in(scope, spec)
-    return step
+    spec = scope._declare(GLOBAL_STEP, (np.zeros((), np.int64), (), "int64"), where, ps=0)
+    return cast(Variable, declared_in(scope, spec))
 
 
 def get_global_step() -> Variable | None:

@@ -714,7 +714,11 @@ class Trainer:
             self.history.stop_reason = None
             run_steps = self._steps(tells=bool(told))
             logs: dict[str, float] = {}
-            show, validates = Progress(kind_of(verbose)), validation_data is not None
+            show, validate = Progress(kind_of(verbose)), None
+            if validation_data is not None:
+                validate = functools.partial(
+                    self.evaluate, validation_data, batch_size=validation_batch_size
+                )
             with closing(self.fit_state):
                 runs = EpochRuns(
                     self, coordinator, run_steps, batches, steps_per_execution, show, told
@@ -734,13 +738,8 @@ class Trainer:
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
                         show.begin(f"epoch {epoch + 1}/{epochs}", steps_per_epoch)
                         is_due = (epoch + 1) % validation_freq == 0
-                        self.validation_skipped = validates and not is_due
-                        validate = functools.partial(
-                            self.evaluate, validation_data, batch_size=validation_batch_size
-                        )
-                        logs, again = await runs.run(
-                            steps_per_epoch, validate if validates and is_due else None
-                        )
+                        self.validation_skipped = validate is not None and not is_due
+                        logs, again = await runs.run(steps_per_epoch, validate if is_due else None)
                         note = f" ({again} undone by a rollback and trained again)" if again else ""
                         show.end(note, logs)
                         history._add(epoch, logs, again)
