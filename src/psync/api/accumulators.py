@@ -25,7 +25,7 @@ from psync.api.scopes import H, Scope, handle_of, runtime_of, scope_for
 from psync.client.context import Runtime
 from psync.client.ps import Place
 from psync.cluster import device_name
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import RemoteProtocolError, check_fits
 from psync.numerics.memory import bytes_of
 from psync.numerics.rows import IndexedSlices
 from psync.specs import Outcome, dtype_of
@@ -70,11 +70,10 @@ class AccumulatorHandle:
             name: See ``shared_name``.
             parameters: Other arguments of the rule.
         """
-        for argument, given in (("shared_name", shared_name), ("name", name)):
-            if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
-                raise ConfigurationError(
-                    f"{cls.__name__}: expected a text as {argument}, got {given!r}"
-                )
+        shared = name if shared_name is None else shared_name
+        for argument, given in (("name", name), ("shared_name", shared)):
+            fits = isinstance(given, str) and given != ""
+            check_fits(fits, f"{cls.__name__}: expected a text as {argument}", given)
         scope = scope_for(f'declaring accumulator "{shared_name or name}"')
         names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
         free = (each for each in names if each not in scope._accumulators)

@@ -193,10 +193,9 @@ class ClusterCoordinator(Scheduling):
         num_workers = strategy.cluster.num_tasks("worker")
         min_workers = num_workers if min_workers is None else min_workers
         if watchdog_timeout is None:
-            watchdog_timeout = watchdog_timeout_here()
-        else:
-            fits = 0 <= watchdog_timeout < math.inf
-            check_fits(fits, "watchdog_timeout: expected seconds, 0 or above", watchdog_timeout)
+            watchdog_timeout = watchdog_timeout_here() or 0.0
+        fits = 0 <= watchdog_timeout < math.inf
+        check_fits(fits, "watchdog_timeout: expected seconds, 0 or above", watchdog_timeout)
         fits = 1 <= min_workers <= num_workers
         check_fits(fits, f"min_workers: expected 1 to {num_workers}", min_workers)
         if closure_timeout is not None:

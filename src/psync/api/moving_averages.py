@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from psync.api.pulls import mapped
-from psync.api.scopes import Scope, current_scope, place_of, runtime_of, scope_for, scope_of
+from psync.api.scopes import Scope, place_of, runtime_of, scope_for, scope_of
 from psync.api.variables import (
     Handle,
     OnReadVariable,
@@ -27,6 +27,7 @@ from psync.api.variables import (
 from psync.client.context import forbid_in_step
 from psync.errors import UsageError, ValueMismatchError, check_fits
 from psync.numerics.sums import growing_decay
+from psync.replicas.context import open_scope
 from psync.specs import checked_kind
 
 AnyVariable = Variable | ShardedVariable
@@ -216,7 +217,7 @@ class ExponentialMovingAverage:
 
         Source: ``tf.train.ExponentialMovingAverage.variables_to_restore``.
         """
-        scope = current_scope() or self._scope()
+        scope = open_scope.get() or self._scope()
         if scope is None:
             scope = scope_for("moving average: variables_to_restore before apply", "call it")
         if moving_avg_variables is None:

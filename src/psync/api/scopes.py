@@ -196,12 +196,6 @@ def running_scopes() -> list[Scope]:
     return [scope for scope in _strategies() if scope._runtime is not None]
 
 
-def current_scope() -> Scope | None:
-    """Return the strategy whose scope is open here, or None."""
-    scope: Scope | None = open_scope.get()
-    return scope
-
-
 def scope_for(operation: str, do: str = "declare it") -> Scope:
     """Return the strategy whose scope is open, for something that is declared in it.
 
@@ -214,7 +208,7 @@ def scope_for(operation: str, do: str = "declare it") -> Scope:
     """
     hint = f"{do} in `with strategy.scope():`"
     forbid_in_step(operation, instead=f"{hint} on the coordinator, and use it in the step")
-    scope = current_scope()
+    scope: Scope | None = open_scope.get()
     if scope is None:
         raise UsageError(f"{operation} outside a strategy's scope", hint=hint)
     return scope

@@ -29,7 +29,6 @@ from psync.api.scopes import (
     Partitioner,
     Scope,
     current_elsewhere,
-    current_scope,
     runtime_here,
 )
 from psync.api.variables import Handle, ShardedVariable, Variable
@@ -327,7 +326,7 @@ class ParameterServerStrategy(Scope):
         Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
         """
         forbid_in_step("colocating variables")
-        if current_scope() is not self:
+        if open_scope.get() is not self:
             raise UsageError(
                 "colocate_vars_with: the strategy's scope is not open here",
                 hint="with strategy.scope(), strategy.colocate_vars_with(v): …",

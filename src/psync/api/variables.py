@@ -26,7 +26,6 @@ import numpy as np
 from psync.api.scopes import (
     Scope,
     current_elsewhere,
-    current_scope,
     handle_of,
     place_of,
     runtime_of,
@@ -58,6 +57,7 @@ from psync.replicas.context import (
     get_replica_context,
     in_cross_replica_context,
     in_turns,
+    open_scope,
 )
 from psync.serialization.remote_value import AwaitFirst, RemoteValue
 from psync.specs import VariableAggregation as VariableAggregation
@@ -557,7 +557,7 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
     forbid_in_step("entering a variable creator scope")
     expected = "variable_creator_scope: expected a callable (next_creator, **kwargs)"
     check_fits(callable(variable_creator), expected, variable_creator, error=UsageError)
-    entered = (variable_creator, current_scope() is not None)
+    entered = (variable_creator, open_scope.get() is not None)
     with setting(_creators, (*_creators.get(), entered)):
         yield
 
