@@ -11,12 +11,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -815,17 +810,6 @@ class report:
         finally:
             self._log.close()
             self._folder.cleanup()
-
-
-def running_coordinator(
-    strategy: ParameterServerStrategy,
-) -> AbstractAsyncContextManager[ClusterCoordinator]:
-    """Return a context manager with the strategy's coordinator, which runs in it.
-
-    One that was not running before is closed in the end.
-    """
-    coordinator = ClusterCoordinator(strategy)
-    return coordinator if coordinator._coordinator is None else nullcontext(coordinator)
 
 
 def coordinator_of(origin: str) -> Coordinator | None:

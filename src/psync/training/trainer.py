@@ -32,17 +32,13 @@ import operator
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from psync.api.cluster_coordinator import (
-    ClusterCoordinator,
-    coordinator_of,
-    running_coordinator,
-)
+from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.datasets import PerWorkerDataset
 from psync.api.optimizers import Optimizer, parts_of
 from psync.api.pulls import leaves, pairs, pull
@@ -225,10 +221,8 @@ class EpochRuns:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        inner = coordinator_of(self.trainer.strategy._origin)
-        assert inner is not None, "it runs"
-        self._coordinator = inner
-        self._seen = len(inner.events.rollbacks)
+        self._coordinator = self.coordinator._running("fit")
+        self._seen = len(self._coordinator.events.rollbacks)
         self._steps: dict[int, int] = {}  # by the id of a closure that may be undone
         self._owed = self.trainer.fit_state.before
         self._of_earlier = self._owed > 0  # whether some of these are of earlier epochs
@@ -697,7 +691,8 @@ class Trainer:
         _check_all("fit", "callbacks", Callback, callbacks)
         if validation_data is not None:  # what is wrong with it is said before anything is trained
             self._shards(validation_data, validation_batch_size)
-        async with running_coordinator(self.strategy) as coordinator:
+        coordinator = ClusterCoordinator(self.strategy)
+        async with coordinator if coordinator._coordinator is None else nullcontext():
             if not isinstance(dataset, PerWorkerDataset):
                 dataset = coordinator.create_per_worker_dataset(dataset)
             history = self.history
