@@ -24,7 +24,7 @@ import numpy as np
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError, check_fits
 from psync.schedules import Schedule
-from psync.specs import checked_integer, checked_kind
+from psync.specs import as_number, checked_integer, checked_kind
 from psync.training.checkpoint import CheckpointManager
 
 if TYPE_CHECKING:
@@ -100,9 +100,10 @@ class _Monitor:
         )
         self.monitor = monitor
         self._sign = -1.0 if grows else 1.0
-        self._min_delta = abs(_checked_number("min_delta", min_delta))
-        at_first = self._sign * math.inf
-        self.best = at_first if baseline is None else _checked_number("baseline", baseline)
+        self._min_delta = abs(as_number("callback: min_delta", min_delta))
+        self.best = self._sign * math.inf
+        if baseline is not None:
+            self.best = as_number("callback: baseline", baseline)
 
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether there is a value: no validation, no value of it."""
@@ -124,15 +125,6 @@ class _Monitor:
             self.best = value
             return True
         return False
-
-
-def _checked_number(name: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    check_fits(not math.isnan(number), f"callback: expected a number as {name}", value)
-    return number
 
 
 class TerminateOnNaN(Callback):

@@ -152,15 +152,12 @@ class UpdateRule(_AnyRule):
         names = self.own_slots()
         if not names and not isinstance(returned, tuple):
             returned = returned, {}
-        if (
-            not isinstance(returned, tuple)
-            or len(returned) != 2
-            or not isinstance(returned[1], Mapping)
-            or returned[1].keys() != set(names)
-        ):
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        new, slots = returned if is_pair else (None, None)
+        if not isinstance(slots, Mapping) or slots.keys() != set(names):
             wanted = f"(value, {{{', '.join(map(repr, names))}}})" if names else "the value"
             raise TypeError(f"update: expected it to return {wanted}, got {_shown(returned)}")
-        arrays = [plain_array(each) for each in (returned[0], *(returned[1][n] for n in names))]
+        arrays = [plain_array(each) for each in (new, *(slots[name] for name in names))]
         for what, given in zip(("the value", *names), arrays, strict=True):
             if given.shape != value.shape or not np.can_cast(given.dtype, value.dtype, "same_kind"):
                 raise TypeError(

@@ -152,7 +152,7 @@ class TestFinding:
             ema.apply([w])
             assert ema.variables_to_restore() == {"w/ema": w, "b/ema": b, "global_step": step}
         assert ema.variables_to_restore([w]) == {"w/ema": w, "b": b, "global_step": step}
-        with pytest.raises(UsageError, match="variables_to_restore outside a strategy's scope"):
+        with pytest.raises(UsageError, match="variables_to_restore before apply outside a str"):
             psync.ExponentialMovingAverage(0.9).variables_to_restore()
 
     @pytest.mark.parametrize("travel", [copy.copy, lambda ema: pickle.loads(pickle.dumps(ema))])

@@ -119,6 +119,7 @@ async def test_a_global_step_that_cannot_count_lets_nothing_be_pushed() -> None:
 # --- gradients that do not fit -----------------------------------------------------------------
 
 NO_PAIRS = "apply_gradients: expected (gradient, variable) pairs, got "
+NO_VARIABLE = "apply_gradients: expected a variable in each (gradient, variable) pair, got "
 HINT = "\nhint: apply_gradients(zip(gradients, variables))"
 ONE, TWO = np.float32(1), np.zeros(2, np.float32)
 
@@ -139,8 +140,8 @@ ONE, TWO = np.float32(1), np.zeros(2, np.float32)
             "hint: convert it: np.asarray(value, 'float32')",
         ),
         (lambda v, w: [(TWO, v)] * 2, 'apply_gradients: variable "v" appears twice'),
-        (lambda v, w: [(TWO, "v")], f"{NO_PAIRS}str for the variable"),
-        (lambda v, w: [(v, TWO)], f"{NO_PAIRS}ndarray for the variable"),
+        (lambda v, w: [(TWO, "v")], f"{NO_VARIABLE}str"),
+        (lambda v, w: [(v, TWO)], f"{NO_VARIABLE}ndarray"),
         (lambda v, w: None, f"{NO_PAIRS}NoneType{HINT}"),
         (lambda v, w: [np.zeros(3, np.float32)], f"{NO_PAIRS}ndarray{HINT}"),
     ],

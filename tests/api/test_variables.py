@@ -56,7 +56,7 @@ def test_devices_go_round_and_on_where_an_earlier_scope_has_stopped() -> None:
 
 
 DECLARES: dict[str, Any] = {
-    'variable "v" is declared': lambda: psync.Variable(0.0, name="v"),
+    'declaring variable "v"': lambda: psync.Variable(0.0, name="v"),
     "get_global_step": psync.get_global_step,
     "get_or_create_global_step": psync.get_or_create_global_step,
     'declaring accumulator "g"': lambda: psync.ConditionalAccumulator("float32", name="g"),
@@ -380,7 +380,7 @@ async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None
         await v.read()
     with pytest.raises(ClosedError, match=f'assign to "v": {text}'):
         await v.assign(1)
-    with strategy.scope(), pytest.raises(ClosedError, match='variable "w": the coordinator of'):
+    with strategy.scope(), pytest.raises(ClosedError, match='declaring variable "w": the coord'):
         psync.Variable(0.0, name="w")
 
 

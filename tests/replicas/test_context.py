@@ -17,7 +17,6 @@ from psync import (
     has_strategy,
     in_cross_replica_context,
 )
-from psync.api.scopes import current_scope
 from psync.api.strategy import LocalRunWarning
 from psync.client.context import ClosureContext, DatasetContext, inside
 from psync.errors import SerializationError, UsageError
@@ -26,6 +25,7 @@ from psync.replicas.context import (
     current_gang,
     forbid_in_merge,
     in_turns,
+    open_scope,
     replicas_in_sync,
     update_context,
 )
@@ -128,7 +128,7 @@ async def test_a_strategy_that_is_set_holds_for_the_task_and_those_it_starts():
         mine, other = strategy(), strategy()
         experimental_set_strategy(other)
         experimental_set_strategy(mine)
-        assert get_strategy() is current_scope() is mine
+        assert get_strategy() is open_scope.get() is mine
         assert in_cross_replica_context()
 
         async def started():
@@ -141,7 +141,7 @@ async def test_a_strategy_that_is_set_holds_for_the_task_and_those_it_starts():
             pass
         experimental_set_strategy(None)
         assert not has_strategy()
-        assert current_scope() is None
+        assert open_scope.get() is None
 
     await asyncio.create_task(program())
     assert not has_strategy()

@@ -38,8 +38,8 @@ def test_arguments_out_of_range_are_refused() -> None:
     for make, text in [
         (lambda: callbacks.EarlyStopping(patience=-1), "expected patience from 0, got -1"),
         (lambda: callbacks.EarlyStopping(patience="3"), "expected patience from 0, got '3'"),  # type: ignore[arg-type]
-        (lambda: callbacks.EarlyStopping(min_delta="1"), "expected a number as min_delta"),  # type: ignore[arg-type]
-        (lambda: callbacks.EarlyStopping(baseline=[1]), "expected a number as baseline"),  # type: ignore[arg-type]
+        (lambda: callbacks.EarlyStopping(min_delta="1"), "min_delta: expected a number"),  # type: ignore[arg-type]
+        (lambda: callbacks.EarlyStopping(baseline=[1]), "baseline: expected a number"),  # type: ignore[arg-type]
         (lambda: callbacks.EarlyStopping(3), "name of a value as monitor, got int"),  # type: ignore[arg-type]
         (lambda: callbacks.ModelCheckpoint("d", max_to_keep=0), "max_to_keep above 0"),
         (lambda: callbacks.LearningRateScheduler(0.1), r"a function \(epoch, rate\), got 0.1"),  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ hand what ``SyncReplicasOptimizer`` does by itself.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,12 +25,14 @@ from psync.api.scopes import H, Scope, handle_of, runtime_of, scope_for
 from psync.client.context import Runtime
 from psync.client.ps import Place
 from psync.cluster import device_name
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import RemoteProtocolError, check_fits
 from psync.numerics.memory import bytes_of
 from psync.numerics.rows import IndexedSlices
 from psync.specs import Outcome, dtype_of
 from psync.wire.messages import AccumulatorState
 from psync.wire.tensors import to_bytes_view
+
+AnyRule = DenseRule | SparseRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +55,29 @@ class AccumulatorHandle:
 
     origin: str
     place: Place
-    _rule: DenseRule | SparseRule  # holds nothing: it knows what fits
+    _rule: AnyRule  # holds nothing: it knows what fits
     _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
     @classmethod
     def _declared(
-        cls, shared_name: object, name: object, rule_named: Callable[..., DenseRule | SparseRule]
+        cls, rule: Callable[..., AnyRule], shared_name: object, name: object, **parameters: Any
     ) -> Self:
         """Return the handle of an accumulator, which is the first of its name or equal to that.
 
         Args:
-            shared_name: What it is called; None: ``name``, with a suffix if that is taken.
-            name: See there.
-            rule_named: Makes its rule, given the name.
+            rule: Class of its rule.
+            shared_name: Name of the accumulator; None: ``name``, with a suffix if that is taken.
+            name: See ``shared_name``.
+            parameters: Other arguments of the rule.
         """
-        for argument, given in (("shared_name", shared_name), ("name", name)):
-            if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
-                raise ConfigurationError(
-                    f"{cls.__name__}: expected a text as {argument}, got {given!r}"
-                )
-        scope = scope_for(
-            f'declaring accumulator "{shared_name or name}"',
-            instead="declare it in `with strategy.scope():` on the coordinator, and use it in the "
-            "step",
-            hint="declare it in `with strategy.scope():`",
-        )
+        shared = name if shared_name is None else shared_name
+        for argument, given in (("name", name), ("shared_name", shared)):
+            fits = isinstance(given, str) and given != ""
+            check_fits(fits, f"{cls.__name__}: expected a text as {argument}", given)
+        scope = scope_for(f'declaring accumulator "{shared_name or name}"')
         names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
         free = (each for each in names if each not in scope._accumulators)
-        definition = rule_named(name=shared_name or next(free)).definition
+        definition = rule(name=shared_name or next(free), **parameters).definition
         known: Self | None = scope._accumulators.get(definition.name)
         if known is not None:
             if known.place.definition != definition:
@@ -268,11 +264,10 @@ class ConditionalAccumulator(AccumulatorHandle):
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> Self:
-        rule_named = functools.partial(
-            DenseRule, dtype, shape, reduction_type=reduction_type,
+        return cls._declared(
+            DenseRule, shared_name, name, dtype=dtype, shape=shape, reduction_type=reduction_type,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return cls._declared(shared_name, name, rule_named)
 
     async def apply_grad(
         self, grad: Any, local_step: int = 0, weight: float = 1.0
@@ -369,11 +364,10 @@ class SparseConditionalAccumulator(AccumulatorHandle):
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> Self:
-        rule_named = functools.partial(
-            SparseRule, dtype, shape, reduction_type=reduction_type, divisor=divisor,
-            forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
+        return cls._declared(
+            SparseRule, shared_name, name, dtype=dtype, shape=shape, reduction_type=reduction_type,
+            divisor=divisor, forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return cls._declared(shared_name, name, rule_named)
 
     async def apply_grad(
         self,

@@ -11,12 +11,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -193,10 +188,9 @@ class ClusterCoordinator(Scheduling):
         num_workers = strategy.cluster.num_tasks("worker")
         min_workers = num_workers if min_workers is None else min_workers
         if watchdog_timeout is None:
-            watchdog_timeout = watchdog_timeout_here()
-        else:
-            fits = 0 <= watchdog_timeout < math.inf
-            check_fits(fits, "watchdog_timeout: expected seconds, 0 or above", watchdog_timeout)
+            watchdog_timeout = watchdog_timeout_here() or 0.0
+        fits = 0 <= watchdog_timeout < math.inf
+        check_fits(fits, "watchdog_timeout: expected seconds, 0 or above", watchdog_timeout)
         fits = 1 <= min_workers <= num_workers
         check_fits(fits, f"min_workers: expected 1 to {num_workers}", min_workers)
         if closure_timeout is not None:
@@ -278,13 +272,9 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: Closes everything again.
         """
-        if self._starting or self._coordinator is not None:
-            raise UsageError("the coordinator of this strategy is running already")
-        if self.strategy._created:
-            raise ClosedError(
-                "the coordinator of this strategy was closed, and its variables with it",
-                hint="create a new strategy",
-            )
+        if self._starting or self.strategy._runtime is not None:
+            raise UsageError("the coordinator or session of this strategy is running already")
+        self.strategy._check_not_closed("start")
         cluster, own = self.strategy.cluster, "127.0.0.1:1"  # not in the cluster: listens nowhere
         if "chief" in cluster.jobs:
             own = cluster.task_address("chief", cluster.task_indices("chief")[0])
@@ -820,17 +810,6 @@ class report:
         finally:
             self._log.close()
             self._folder.cleanup()
-
-
-def running_coordinator(
-    strategy: ParameterServerStrategy,
-) -> AbstractAsyncContextManager[ClusterCoordinator]:
-    """Return a context manager with the strategy's coordinator, which runs in it.
-
-    One that was not running before is closed in the end.
-    """
-    coordinator = ClusterCoordinator(strategy)
-    return coordinator if coordinator._coordinator is None else nullcontext(coordinator)
 
 
 def coordinator_of(origin: str) -> Coordinator | None:

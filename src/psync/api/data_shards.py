@@ -77,9 +77,9 @@ class Visits:
         self._begin(state)
 
     def __repr__(self) -> str:
-        self._look()
+        visitation = self._look()
         running = f", {len(self._running)} running" if self._running else ""
-        return f"<visits{repr(self._visitation)[len('<visitation') : -1]}{running}>"
+        return f"<visits{repr(visitation)[len('<visitation') : -1]}{running}>"
 
     def __iter__(self) -> Iterator[int]:
         """Yield each epoch that is not complete, from the present one on.
@@ -88,12 +88,10 @@ class Visits:
             UsageError: At the end of the loop's body shards are still running, or nothing was
                 scheduled.
         """
-        self._look()
-        while not self._visitation.is_over:
+        while not self.done():
             epoch, scheduled = self._visitation.epoch, self._num_scheduled
             yield epoch
-            self._look()
-            if self._visitation.epoch > epoch:
+            if self.epoch > epoch:
                 continue
             if self._running:
                 raise UsageError(
@@ -123,10 +121,9 @@ class Visits:
             SerializationError, ClosedError: See ``ClusterCoordinator.schedule``; closures scheduled
                 earlier continue.
         """
-        self._look()
-        values = []
-        for shard in self._visitation.pending(self._running):
-            key = (self._visitation.epoch, shard)
+        visitation, values = self._look(), []
+        for shard in visitation.pending(self._running):
+            key = (visitation.epoch, shard)
             identity = self._identities.get(key) or Identity(key, self._undone)
             value = self._schedule(fn, (self.shards[shard], *args), kwargs, identity)
             self._running[key], self._identities[key] = (value, 0), identity
@@ -178,13 +175,11 @@ class Visits:
     @property
     def epoch(self) -> int:
         """The current epoch, from 0; the number of epochs when all are done."""
-        self._look()
-        return self._visitation.epoch
+        return self._look().epoch
 
     def done(self) -> bool:
         """Return whether every shard of every epoch is done."""
-        self._look()
-        return self._visitation.is_over
+        return self._look().is_over
 
     def account(self) -> list[EpochAccount]:
         """Return the state of the shards, for each epoch that has begun.
@@ -194,16 +189,14 @@ class Visits:
         lost worker held a shard, that counts as a run, even if the shard was not started. A run
         that a rollback has undone also counts; its shard is in ``undone`` until it is done again.
         """
-        self._look()
-        return self._visitation.account()
+        return self._look().account()
 
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint, from which ``distribute_once(…, state=…)`` continues.
 
         Shards that are running now are pending there.
         """
-        self._look()
-        return {**self._visitation.state(self._running), "digest": self._digest}
+        return {**self._look().state(self._running), "digest": self._digest}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return ``state``, so that a ``Checkpoint`` may hold visits."""
@@ -238,7 +231,7 @@ class Visits:
         self._identities: dict[_Key, Identity] = {}  # of shards that may come again
         self._undone: list[Identity] = []  # by rollbacks, and not noted yet
 
-    def _look(self) -> None:
+    def _look(self) -> Visitation:
         """Note what became of the shards that are running, and what was undone."""
         for key, (value, noted) in list(self._running.items()):
             (epoch, shard), closure = key, value._closure
@@ -263,6 +256,7 @@ class Visits:
             self._known_epoch = epoch = self._visitation.epoch
             left = {key: each for key, each in self._identities.items() if key[0] >= epoch}
             self._identities = left
+        return self._visitation
 
 
 def _checked(shards: Any) -> tuple[Any, ...]:

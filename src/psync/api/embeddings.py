@@ -173,19 +173,16 @@ class _Table:
         self.what = f"{what} of {names}"
         self._variables = variables
         self._strategy = strategy
-        self._sizes = []
-        first, kind = variables[0], None
-        for variable in variables:
-            shape = variable.shape
-            if not shape:
-                raise PartitionError(f'{self.what}: "{variable.name}" is a scalar and has no rows')
-            kind = kind or (shape[1:], variable.dtype)
-            if (shape[1:], variable.dtype) != kind:
+        first = variables[0]
+        for each in variables:
+            if not each.shape:
+                raise PartitionError(f'{self.what}: "{each.name}" is a scalar and has no rows')
+            if (each.shape[1:], each.dtype) != (first.shape[1:], first.dtype):
                 raise PartitionError(
-                    f"{self.what}: expected rows of shape {kind[0]} {kind[1]}, as "
-                    f'"{first.name}" has, got {shape[1:]} {variable.dtype} in "{variable.name}"'
+                    f"{self.what}: expected rows of shape {first.shape[1:]} {first.dtype}, as "
+                    f'"{first.name}" has, got {each.shape[1:]} {each.dtype} in "{each.name}"'
                 )
-            self._sizes.append(shape[0])
+        self._sizes = [each.shape[0] for each in variables]
         if len(variables) > 1:
             check_sizes(self._sizes, [variable.name for variable in variables], what)
 

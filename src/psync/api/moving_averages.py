@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from psync.api.pulls import mapped
-from psync.api.scopes import Scope, current_scope, place_of, runtime_of, scope_for, scope_of
+from psync.api.scopes import Scope, place_of, runtime_of, scope_for, scope_of
 from psync.api.variables import (
     Handle,
     OnReadVariable,
@@ -27,6 +27,7 @@ from psync.api.variables import (
 from psync.client.context import forbid_in_step
 from psync.errors import UsageError, ValueMismatchError, check_fits
 from psync.numerics.sums import growing_decay
+from psync.replicas.context import open_scope
 from psync.specs import checked_kind
 
 AnyVariable = Variable | ShardedVariable
@@ -119,7 +120,7 @@ class ExponentialMovingAverage:
             instead="call apply in main(), on the coordinator, before the step is scheduled",
         )
         if var_list is None:
-            var_list = _open_scope("apply without var_list")._trainable()
+            var_list = scope_for("moving average: apply without var_list", "call it")._trainable()
         elif isinstance(var_list, Handle):
             raise UsageError(
                 f'moving average: expected a list of variables, got variable "{var_list.name}"',
@@ -129,8 +130,10 @@ class ExponentialMovingAverage:
         where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
-                spec = scope._declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
-                self._shadows[variable] = declared_in(scope, spec)
+                spec, name = variable.spec, f"{variable.name}/{self.name}"
+                described = None, spec.shape, spec.dtype
+                copy = scope._declare(name, described, where, copied=spec)
+                self._shadows[variable] = declared_in(scope, copy)
 
     async def update(self) -> None:
         """Move all averages towards the present values of their variables.
@@ -214,7 +217,9 @@ class ExponentialMovingAverage:
 
         Source: ``tf.train.ExponentialMovingAverage.variables_to_restore``.
         """
-        scope = current_scope() or self._scope() or _open_scope("variables_to_restore")
+        scope = open_scope.get() or self._scope()
+        if scope is None:
+            scope = scope_for("moving average: variables_to_restore before apply", "call it")
         if moving_avg_variables is None:
             moving_avg_variables = (*scope._trainable(), *self._shadows)
         averaged = dict.fromkeys(moving_avg_variables)
@@ -274,11 +279,3 @@ def _checked_scope(variable: Any) -> Scope:
     else:
         return scope
     raise error(f'moving average of "{spec.name}": {wrong}', hint=hint)
-
-
-def _open_scope(operation: str) -> Scope:
-    return scope_for(
-        f"moving average: {operation}",
-        instead="call it in main(), on the coordinator",
-        hint="call it in `with strategy.scope():`, or after apply([w, b])",
-    )

@@ -98,12 +98,9 @@ class StalenessBound:
     max_staleness: int
 
     def __post_init__(self) -> None:
-        expected = "StalenessBound: expected a number of rounds as max_staleness"
-        rounds = checked_integer(expected, self.max_staleness, -(1 << 63))
-        checked_integer(
-            f"StalenessBound: expected max_staleness from 0 to {MAX_STALENESS}",
-            rounds, 0, MAX_STALENESS, hint="without a bound workers never wait for each other",
-        )  # fmt: skip
+        expected = f"StalenessBound: expected max_staleness from 0 to {MAX_STALENESS} rounds"
+        hint = "a whole number; without a bound workers never wait for each other"
+        rounds = checked_integer(expected, self.max_staleness, 0, MAX_STALENESS, hint=hint)
         object.__setattr__(self, "max_staleness", rounds)
 
     async def end_round(self, runtime: Runtime, optimizer: int) -> None:
@@ -287,44 +284,37 @@ Gradient = np.ndarray | IndexedSlices
 
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
-    checked: Gradient
-    if "float" not in spec.dtype:  # here, before the ps tasks of other variables have theirs
-        try:
-            slot_dtype(dtype_of(spec.dtype))
-        except ValueMismatchError as exc:
-            message = f'gradient for "{spec.name}": {exc.message}'
-            raise ValueMismatchError(message, hint=exc.hint) from None
+    what, slices = f'gradient for "{spec.name}"', None
     indices = None if isinstance(gradient, np.ndarray) else getattr(gradient, "indices", None)
-    if indices is not None and hasattr(gradient, "values") and not callable(indices):
-        checked = _checked_rows(gradient, spec)
-        array = checked.values
+    try:
+        if "float" not in spec.dtype:  # here, before the ps tasks of other variables have theirs
+            slot_dtype(dtype_of(spec.dtype))
+        if indices is not None and hasattr(gradient, "values") and not callable(indices):
+            shape = getattr(gradient, "dense_shape", None)
+            slices = IndexedSlices(gradient.values, indices, shape)
+    except ValueMismatchError as exc:
+        raise ValueMismatchError(f"{what}: {exc.message}", hint=exc.hint) from None
+    if slices is None:
+        checked: Gradient = fitting(gradient, spec, what, casting="no")
     else:
-        checked = array = fitting(gradient, spec, f'gradient for "{spec.name}"', casting="no")
+        checked = _checked_rows(slices, spec, what)
     if finite is not None:
+        array = checked.values if isinstance(checked, IndexedSlices) else checked
         bad = array.size - int(np.count_nonzero(np.isfinite(array)))
         if bad:
             raise ValueMismatchError(
-                f'gradient for "{spec.name}": {bad} of {array.size} elements are NaN or infinite',
+                f"{what}: {bad} of {array.size} elements are NaN or infinite",
                 hint=f"{finite} was made with forbid_nonfinite=True",
             )
     return checked
 
 
-def _checked_rows(gradient: Any, spec: VariableSpec) -> IndexedSlices:
-    what = f'gradient for "{spec.name}"'
+def _checked_rows(slices: IndexedSlices, spec: VariableSpec, what: str) -> IndexedSlices:
     if not spec.shape:
         raise ValueMismatchError(f"{what}: a scalar has no rows, got IndexedSlices")
-    try:
-        slices = IndexedSlices(
-            gradient.values, gradient.indices, getattr(gradient, "dense_shape", None)
-        )
-    except ValueMismatchError as exc:
-        raise ValueMismatchError(f"{what}: {exc.message}", hint=exc.hint) from None
-    if slices.dense_shape is not None and slices.dense_shape != spec.shape:
-        raise ValueMismatchError(
-            f"{what}: expected rows of an array of shape {spec.shape}, got dense_shape "
-            f"{slices.dense_shape}"
-        )
+    fits = slices.dense_shape in (None, spec.shape)
+    expected = f"{what}: expected rows of an array of shape {spec.shape} as dense_shape"
+    check_fits(fits, expected, slices.dense_shape, error=ValueMismatchError)
     indices, count = slices.indices, spec.shape[0]
     if len(indices):
         lowest, highest = int(indices.min()), int(indices.max())  # uint64 may not fit into int64
@@ -405,6 +395,23 @@ ValueAndGrad = Callable[..., Any]
 """Called with the values of a list of variables, one argument each, or with another nesting of
 values as one argument. Returns the loss and the gradients in that order, or nested so; and
 predictions, if it has any."""
+
+
+def parts_of(made: Any) -> Sequence[Any]:
+    """Return (loss, gradients), or those and predictions, of what a function of the user has made.
+
+    Raises:
+        ValueMismatchError: It has made something else.
+    """
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+        got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+        raise ValueMismatchError(
+            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
+            f"got {got}",
+            hint="return loss, [gradient_of_w, gradient_of_b]. For evaluation alone, a Trainer's "
+            "loss_and_predictions returns (loss, predictions)",
+        )
+    return made
 
 
 OF_THE_PROCESS = frozenset(
@@ -852,22 +859,8 @@ class Optimizer:
         else:
             variables = listed(var_list)
         flat, values = is_flat(variables), await pull_values(variables)
-        answer = value_and_grad(*values) if flat else value_and_grad(values)
-        try:
-            _, grads, *predictions = answer
-            grads = list(grads) if flat else grads
-            if len(predictions) > 1:
-                raise ValueError("too many values")
-        except (TypeError, ValueError):
-            raise ValueMismatchError(
-                "value_and_grad: expected it to return (loss, gradients), got "
-                f"{type(answer).__name__}",
-                hint="return loss, [gradient_of_w, gradient_of_b]",
-            ) from None
-        if flat and len(grads) != len(variables):
-            raise ValueMismatchError(
-                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
-            )
+        _, grads, *_ = parts_of(value_and_grad(*values) if flat else value_and_grad(values))
+        grads = list(grads) if flat and np.iterable(grads) else grads
         return [(gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")]
 
     async def minimize(
@@ -922,12 +915,8 @@ class Optimizer:
                 gradient, variable = pair
             except (TypeError, ValueError):
                 raise _no_pairs(pair) from None
-            if not isinstance(variable, AnyVariable):
-                raise ValueMismatchError(
-                    "apply_gradients: expected (gradient, variable) pairs, got "
-                    f"{type(variable).__name__} for the variable"
-                )
-            spec = variable.spec
+            expected = "apply_gradients: expected a variable in each (gradient, variable) pair"
+            spec = checked_kind(expected, variable, Handle, error=ValueMismatchError).spec
             if gradient is None:
                 without.append(spec.name)
                 continue
@@ -946,11 +935,9 @@ class Optimizer:
             gradients.append(gradient)
             variables += (variable,)
         if not gradients:
-            raise ValueMismatchError(
-                f"apply_gradients: all gradients are None ({', '.join(without)})"
-                if without
-                else "apply_gradients: no gradients given"
-            )
+            names = ", ".join(without)
+            found = f"all gradients are None ({names})" if names else "no gradients given"
+            raise ValueMismatchError(f"apply_gradients: {found}")
         self._also_trained |= {
             (each.origin, each.spec.variable_id) for each in variables if not each.spec.trainable
         }

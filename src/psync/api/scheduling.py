@@ -89,7 +89,7 @@ class Scheduling:
             ClosedError: The coordinator is not running.
         """
         if type(args) is not tuple or kwargs is not None:
-            args, kwargs = _checked(args, kwargs)
+            args, kwargs = checked_call(args, kwargs)
         try:
             return self._running("schedule").schedule(fn, args, kwargs or {})
         except SerializationError as error:
@@ -103,7 +103,7 @@ class Scheduling:
         identity: Identity,
     ) -> RemoteValue[Any]:
         """Do as ``schedule``; another closure of the same identity may come later."""
-        return self._running("schedule").schedule(fn, *_checked(args, kwargs), identity)
+        return self._running("schedule").schedule(fn, *checked_call(args, kwargs), identity)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Schedule again, as new closures, the closures whose updates a rollback has undone.
@@ -165,16 +165,15 @@ class Scheduling:
             raise
 
 
-def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def checked_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a step, checked.
 
     Raises:
         SerializationError: They are not a tuple and a dict.
     """
-    if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
+    if not isinstance(args, tuple | list):
         raise SerializationError(
-            f"args: expected a tuple, got {type(args).__name__}",
-            hint="schedule(step, args=(value,))",
+            f"args: expected a tuple, got {type(args).__name__}", hint="args=(value,)"
         )
     if kwargs is not None:
         checked_kind("kwargs: expected a dict", kwargs, dict, error=SerializationError)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from psync.chief.declarations import Declaration, check_name, check_sizes, describe, split
+from psync.chief.declarations import Declaration, check_name, check_sizes, split
 from psync.client.context import (
     ClosureContext,
     Runtime,
@@ -46,7 +46,12 @@ if TYPE_CHECKING:
 H = TypeVar("H")
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
+Described = tuple[Any, tuple[int, ...], str]
+"""Initial value of a variable, or what makes it; shape, and name of the dtype."""
 
+_RUNNING = (
+    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
+)
 OTHER_STRATEGY_HINT = (
     "a step reaches what its own strategy has declared in main(), on the coordinator; read "
     "anything else in the program, and pass its value as an argument"
@@ -93,58 +98,57 @@ class Scope:
 
     def _declare(
         self,
-        initial_value: Any,
         name: str,
-        dtype: object,
-        shape: tuple[int, ...] | None,
-        trainable: bool,
+        described: Described,
         where: str,
         *,
+        trainable: bool = False,
+        copied: VariableSpec | None = None,
         ps: int | None = None,
         partitioned: bool = True,
     ) -> VariableSpec:
         """Place a new variable; it is created before it is first needed.
 
         A variable with its own placement is not partitioned, and does not advance the strategy's.
+
+        Args:
+            name: Name that is asked for; if it is taken, the variable gets another one.
+            described: Initial value, shape and dtype, as ``describe`` returns them.
+            where: Place of the declaration.
+            trainable: Whether optimizers train it by default.
+            copied: Variable next to which it is placed, and with whose value it begins.
+            ps: Index of its ps.
+            partitioned: Whether the strategy's partitioner may split it.
         """
-        self._check_open(name)
-        initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
-        whole = self._whole(name, full_shape, dtype_name, trainable, where)
-        here, original = current_elsewhere.get(), None
-        if ps is None and here is not None and here.strategy is self:
-            ps, original = here.ps, here.beside
-            if original is not None and (len(original.shards) == 1 or not partitioned):
-                ps, original = original.shards[0].ps, None
-        if original is not None:
-            if full_shape != original.shape:
-                raise PartitionError(
-                    f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
-                    f'"{original.name}" has, with whose {len(original.shards)} shards it is '
-                    f"colocated, got {full_shape}",
-                    hint="to place it with one of the shards: "
-                    f"colocate_vars_with({original.name}.variables[0])",
-                )
-            spec = self._beside(original, whole)
-        else:
-            partitioner = self._partitioner if ps is None and partitioned else None
-            spec = split(whole, partitioner, lambda nbytes: self._placer.place(name, nbytes, ps))
-        return self._declared(name, Declaration(spec, initial))
-
-    def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
-        """Place a new variable next to another one, whose value it begins with."""
-        self._check_open(name)
-        whole = self._whole(name, original.shape, original.dtype, False, where)
-        return self._declared(name, Declaration(self._beside(original, whole), None, original))
-
-    def _whole(
-        self, name: str, shape: tuple[int, ...], dtype: str, trainable: bool, where: str
-    ) -> VariableSpec:
-        """Return a new variable, under a name that is not taken; it has no shards yet."""
-        unique, count = name, self._names.get(name, 0)
+        self._check_not_closed(f'declaring variable "{name}"')
+        initial, shape, dtype = described
+        asked = count = self._names.get(name, 0)
+        unique = name
         while unique in self._names:
             unique = f"{name}_{count}"
             count += 1
-        return VariableSpec(unique, len(self._variables), shape, dtype, trainable, (), where)
+        whole = VariableSpec(unique, len(self._variables), shape, dtype, trainable, (), where)
+        here, beside = current_elsewhere.get(), copied
+        if copied is None and ps is None and here is not None and here.strategy is self:
+            ps, beside = here.ps, here.beside
+            if beside is not None and (len(beside.shards) == 1 or not partitioned):
+                ps, beside = beside.shards[0].ps, None
+        if beside is None:
+            partitioner = self._partitioner if ps is None and partitioned else None
+            spec = split(whole, partitioner, lambda nbytes: self._placer.place(name, nbytes, ps))
+        elif shape == beside.shape:
+            spec = self._beside(beside, whole)
+        else:
+            raise PartitionError(
+                f'variable "{name}" declared at {where}: expected shape {beside.shape}, as '
+                f'"{beside.name}" has, with whose {len(beside.shards)} shards it is colocated, got '
+                f"{shape}",
+                hint="to place it with one of the shards: "
+                f"colocate_vars_with({beside.name}.variables[0])",
+            )
+        self._names |= {unique: 1, name: asked + 1}
+        self._uncreated.append(Declaration(spec, initial, copied))
+        return spec
 
     def _beside(self, original: VariableSpec, whole: VariableSpec) -> VariableSpec:
         """Place a variable beside another one, whose shape it has: each shard on the same ps.
@@ -164,19 +168,13 @@ class Scope:
             self._placer.note(shard.ps, shard.nbytes)
         return replace(whole, shards=shards)
 
-    def _check_open(self, name: str) -> None:
+    def _check_not_closed(self, operation: str) -> None:
+        """Raise ``ClosedError`` if a coordinator or session of this strategy has ended."""
         if self._created and self._runtime is None:
             raise ClosedError(
-                f'variable "{name}": the coordinator of this strategy was closed',
-                hint="create a new strategy, and declare the variable there",
+                f"{operation}: the coordinator or session was closed, and its variables with it",
+                hint=f"create a new strategy, and do it inside {_RUNNING}",
             )
-
-    def _declared(self, name: str, declaration: Declaration) -> VariableSpec:
-        """Note what was declared, under the name that was asked for or one made of it."""
-        self._names[name] = self._names.get(name, 0) + 1
-        self._names.setdefault(declaration.spec.name, 1)
-        self._uncreated.append(declaration)
-        return declaration.spec
 
 
 def begin_process() -> None:
@@ -198,28 +196,21 @@ def running_scopes() -> list[Scope]:
     return [scope for scope in _strategies() if scope._runtime is not None]
 
 
-def current_scope() -> Scope | None:
-    """Return the strategy whose scope is open here, or None."""
-    scope: Scope | None = open_scope.get()
-    return scope
-
-
-def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = None) -> Scope:
+def scope_for(operation: str, do: str = "declare it") -> Scope:
     """Return the strategy whose scope is open, for something that is declared in it.
 
     Args:
         operation: For messages.
-        instead: What to do where it is inside a step.
-        hint: What to do where no scope is open.
-        outside: What messages say that is outside of a scope; None: the operation.
+        do: What hints say that is to be done in a scope.
 
     Raises:
         UsageError: No scope is open; or a step or dataset code is running here.
     """
-    forbid_in_step(operation, instead=instead)
-    scope = current_scope()
+    hint = f"{do} in `with strategy.scope():`"
+    forbid_in_step(operation, instead=f"{hint} on the coordinator, and use it in the step")
+    scope: Scope | None = open_scope.get()
     if scope is None:
-        raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
+        raise UsageError(f"{operation} outside a strategy's scope", hint=hint)
     return scope
 
 
@@ -255,11 +246,6 @@ current_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", 
 """The innermost that is in force; None: nothing is."""
 
 
-_RUNNING = (
-    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
-)
-
-
 def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] = ()) -> Runtime:
     """Return what carries ``operation`` to the ps tasks.
 
@@ -288,11 +274,8 @@ def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] =
         if asyncio._get_running_loop() not in (None, scope._runtime.ps.loop):
             raise other_loop(operation)
         return scope._runtime
-    if scope is not None and scope._created:
-        raise ClosedError(
-            f"{operation}: the coordinator or session was closed, and its variables with it",
-            hint=f"do it inside {_RUNNING}",
-        )
+    if scope is not None:
+        scope._check_not_closed(operation)
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
         hint=f"do it inside {_RUNNING}, or in a step; forked processes have no connection",

@@ -10,7 +10,6 @@ the placement for each shard.
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
@@ -24,23 +23,27 @@ from psync.api.datasets import (
     distribute_dataset,
     distribute_function,
 )
-from psync.api.scopes import Elsewhere, Partitioner, Scope, current_elsewhere, current_scope
+from psync.api.scheduling import checked_call
+from psync.api.scopes import (
+    Elsewhere,
+    Partitioner,
+    Scope,
+    current_elsewhere,
+    runtime_here,
+)
 from psync.api.variables import Handle, ShardedVariable, Variable
 from psync.chief.gangs import GangRunner
 from psync.client.context import forbid_in_step, setting
 from psync.errors import (
-    ClosedError,
     ConfigurationError,
     ContextError,
     SerializationError,
     UnsupportedError,
     UsageError,
     check_fits,
-    other_loop,
 )
 from psync.net.resolvers import ClusterResolver, resolve_cluster, training_cluster
 from psync.numerics.replicas import (
-    DistributedValues,
     ReduceOp,
     gather_distributed,
     local_results,
@@ -56,7 +59,6 @@ from psync.replicas.context import (
     replicas_in_sync,
     run_alone,
 )
-from psync.serialization.remote_value import RemoteValue
 from psync.specs import VariableSpec, checked_kind
 from psync.status.html_tables import table
 from psync.status.model import ShardStatus, placement_of
@@ -324,7 +326,7 @@ class ParameterServerStrategy(Scope):
         Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
         """
         forbid_in_step("colocating variables")
-        if current_scope() is not self:
+        if open_scope.get() is not self:
             raise UsageError(
                 "colocate_vars_with: the strategy's scope is not open here",
                 hint="with strategy.scope(), strategy.colocate_vars_with(v): …",
@@ -402,26 +404,16 @@ class ParameterServerStrategy(Scope):
             the coordinator unless it is called in a scheduled function.
         """
         forbid_in_step("strategy.run", instead="in a step: await psync.get_strategy().run(…)")
-        if isinstance(args, RemoteValue | DistributedValues) or not isinstance(args, tuple | list):
-            raise SerializationError(
-                f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
-            )
-        args, kwargs = tuple(args), dict(kwargs or {})
+        args, kwargs = checked_call(args, kwargs)
         if self._gangs is not None:
-            assert self._runtime is not None, "both are a coordinator's"
-            if asyncio._get_running_loop() is not self._runtime.ps.loop:
-                raise other_loop("strategy.run")
+            runtime_here("strategy.run", self)  # is this its event loop?
             try:
                 return await self._gangs.run(self, fn, args, kwargs)
             except SerializationError as error:
                 # It is about the program, and begins where that has called.
                 raise error.with_traceback(None) from error.__cause__
         if self._runtime is None:
-            if self._created:
-                raise ClosedError(
-                    "strategy.run: the coordinator of this strategy was closed",
-                    hint="run inside `async with ClusterCoordinator(strategy):`",
-                )
+            self._check_not_closed("strategy.run")
             warnings.warn(
                 "strategy.run without a running coordinator: one replica runs in this process",
                 LocalRunWarning,

@@ -220,12 +220,8 @@ class SyncReplicasOptimizer(Optimizer):
 
     _synchronous = True
     _push_options = frozenset({"name", "weight"})
-    GATE_NONE = 0
-    """Value of ``minimize(gate_gradients=…)``, without effect."""
-    GATE_OP = 1
-    """Value of ``minimize(gate_gradients=…)``, without effect."""
-    GATE_GRAPH = 2
-    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    # Values of ``minimize(gate_gradients=…)``, without effect.
+    GATE_NONE, GATE_OP, GATE_GRAPH = range(3)
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ import numpy as np
 from psync.api.scopes import (
     Scope,
     current_elsewhere,
-    current_scope,
     handle_of,
     place_of,
     runtime_of,
@@ -58,6 +57,7 @@ from psync.replicas.context import (
     get_replica_context,
     in_cross_replica_context,
     in_turns,
+    open_scope,
 )
 from psync.serialization.remote_value import AwaitFirst, RemoteValue
 from psync.specs import VariableAggregation as VariableAggregation
@@ -557,7 +557,7 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
     forbid_in_step("entering a variable creator scope")
     expected = "variable_creator_scope: expected a callable (next_creator, **kwargs)"
     check_fits(callable(variable_creator), expected, variable_creator, error=UsageError)
-    entered = (variable_creator, current_scope() is not None)
+    entered = (variable_creator, open_scope.get() is not None)
     with setting(_creators, (*_creators.get(), entered)):
         yield
 
@@ -619,13 +619,7 @@ class Variable(Handle):
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Variable:  # to type checkers; it may be a ShardedVariable
         called = f'variable "{name or "Variable"}"'
-        scope = scope_for(
-            f"declaring {called}",
-            instead="declare it in `with strategy.scope():` on the coordinator, "
-            "and use it in the step",
-            hint="declare it in `with strategy.scope():`",
-            outside=f"{called} is declared",
-        )
+        scope = scope_for(f"declaring {called}")
         where = place_of(sys._getframe(1))
         made = through_creators(
             partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
@@ -902,9 +896,8 @@ def _declare(
             hint="trainable=False, or synchronization=psync.VariableSynchronization.ON_WRITE",
         )
     extents = tuple(shape) if shape is not None else None
-    trainable = not on_read if trainable is None else trainable
+    described = initial, own, kept = describe(initial_value, name, dtype, extents, where)
     if on_read:  # a hidden variable of all copies, each of which begins with the value
-        initial, own, kept = describe(initial_value, name, dtype, extents, where)
         subject = f'variable "{name}" declared at {where}'
         if aggregation is SUM and kept == "bool":
             raise UsageError(
@@ -918,10 +911,9 @@ def _declare(
                 value = initial_array(initial, own, (0,) * len(own), kept, subject)
             return repeated(value, num_workers, aggregation)
 
-        initial_value, dtype, extents = copies, kept, (num_workers + 1, *own)
-    spec = scope._declare(
-        initial_value, name, dtype, extents, trainable, where, partitioned=not on_read
-    )
+        described = copies, (num_workers + 1, *own), kept
+    trains = not on_read if trainable is None else trainable
+    spec = scope._declare(name, described, where, trainable=trains, partitioned=not on_read)
     return declared_in(scope, spec, synchronization, aggregation)
 
 
@@ -971,14 +963,13 @@ def get_or_create_global_step() -> Variable:
 
     Source: ``tf.compat.v1.train.get_or_create_global_step``.
     """
-    scope = _scope_of_step("get_or_create_global_step")
+    scope = scope_for("get_or_create_global_step", "call it")
     known = global_step_of(scope)
     if known is not None:
         return known
     where = place_of(sys._getframe(1))
-    spec = scope._declare(np.zeros((), np.int64), GLOBAL_STEP, None, None, False, where, ps=0)
-    step: Variable = declared_in(scope, spec)
-    return step
+    spec = scope._declare(GLOBAL_STEP, (np.zeros((), np.int64), (), "int64"), where, ps=0)
+    return cast(Variable, declared_in(scope, spec))
 
 
 def get_global_step() -> Variable | None:
@@ -990,7 +981,7 @@ def get_global_step() -> Variable | None:
 
     Source: ``tf.compat.v1.train.get_global_step``.
     """
-    return global_step_of(_scope_of_step("get_global_step"))
+    return global_step_of(scope_for("get_global_step", "call it"))
 
 
 def global_step_of(scope: Scope) -> Variable | None:
@@ -1034,14 +1025,6 @@ def check_step(
         return variable
     hint = "psync.get_or_create_global_step() creates one, in `with strategy.scope():`"
     raise error(f"{purpose}: {wrong}", hint=hint)
-
-
-def _scope_of_step(operation: str) -> Scope:
-    return scope_for(
-        operation,
-        instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
-        hint="call it in `with strategy.scope():`",
-    )
 
 
 # --- modules ------------------------------------------------------------------------------------

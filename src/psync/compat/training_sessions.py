@@ -69,7 +69,6 @@ from psync.client.ps import PsClient
 from psync.closures.membership import TaskState
 from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, task_name
 from psync.errors import (
-    ClosedError,
     ConfigurationError,
     ConnectFailed,
     ConnectionLost,
@@ -650,11 +649,7 @@ class MonitoredTrainingSession:
         """
         if self._is_open or self.strategy._runtime is not None:
             raise UsageError("a session or coordinator of this strategy is already running")
-        if self.strategy._created:
-            raise ClosedError(
-                "the session of this strategy has ended, and its variables with it",
-                hint="create a new strategy",
-            )
+        self.strategy._check_not_closed("start of a training session")
         if self._stop_at_step is not None:
             with self.strategy.scope():
                 self._global_step = get_or_create_global_step()

@@ -318,11 +318,7 @@ def checked_scope(what: str, optimizer: object) -> Scope:
         ConfigurationError: It is no optimizer of psync.
         UsageError: No scope is open, or inside a step.
     """
-    scope = scope_for(
-        f"making a {what}",
-        instead="make it in `with strategy.scope():` on the coordinator; the step may capture it",
-        hint="make it in `with strategy.scope():`",
-    )
+    scope = scope_for(f"making a {what}", "make it")
     checked_kind(
         f"{what}: expected an optimizer of psync, which runs on the ps tasks,",
         optimizer,

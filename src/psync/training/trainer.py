@@ -32,19 +32,15 @@ import operator
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from psync.api.cluster_coordinator import (
-    ClusterCoordinator,
-    coordinator_of,
-    running_coordinator,
-)
+from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.datasets import PerWorkerDataset
-from psync.api.optimizers import Optimizer
+from psync.api.optimizers import Optimizer, parts_of
 from psync.api.pulls import leaves, pairs, pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import get_or_create_global_step
@@ -225,10 +221,8 @@ class EpochRuns:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        inner = coordinator_of(self.trainer.strategy._origin)
-        assert inner is not None, "it runs"
-        self._coordinator = inner
-        self._seen = len(inner.events.rollbacks)
+        self._coordinator = self.coordinator._running("fit")
+        self._seen = len(self._coordinator.events.rollbacks)
         self._steps: dict[int, int] = {}  # by the id of a closure that may be undone
         self._owed = self.trainer.fit_state.before
         self._of_earlier = self._owed > 0  # whether some of these are of earlier epochs
@@ -485,22 +479,6 @@ def _is_of_rows(part: object) -> bool:
     return hasattr(part, "__array__") or isinstance(part, Mapping)
 
 
-def parts_of(made: Any) -> Sequence[Any]:
-    """Return (loss, …) of what a function of the user has made of a batch.
-
-    Raises:
-        ValueMismatchError: It is none.
-    """
-    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
-        got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
-        raise ValueMismatchError(
-            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
-            f"got {got}",
-            hint="for evaluation alone, loss_and_predictions returns (loss, predictions)",
-        )
-    return made
-
-
 def batch_size_of(batch: Any) -> int:
     """Return how many examples a batch has: the length of its first array; 1 if it has none."""
     while isinstance(batch, tuple | list | dict) and batch:
@@ -713,7 +691,8 @@ class Trainer:
         _check_all("fit", "callbacks", Callback, callbacks)
         if validation_data is not None:  # what is wrong with it is said before anything is trained
             self._shards(validation_data, validation_batch_size)
-        async with running_coordinator(self.strategy) as coordinator:
+        coordinator = ClusterCoordinator(self.strategy)
+        async with coordinator if coordinator._coordinator is None else nullcontext():
             if not isinstance(dataset, PerWorkerDataset):
                 dataset = coordinator.create_per_worker_dataset(dataset)
             history = self.history
@@ -730,7 +709,11 @@ class Trainer:
             self.history.stop_reason = None
             run_steps = self._steps(tells=bool(told))
             logs: dict[str, float] = {}
-            show, validates = Progress(kind_of(verbose)), validation_data is not None
+            show, validate = Progress(kind_of(verbose)), None
+            if validation_data is not None:
+                validate = functools.partial(
+                    self.evaluate, validation_data, batch_size=validation_batch_size
+                )
             with closing(self.fit_state):
                 runs = EpochRuns(
                     self, coordinator, run_steps, batches, steps_per_execution, show, told
@@ -750,13 +733,8 @@ class Trainer:
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
                         show.begin(f"epoch {epoch + 1}/{epochs}", steps_per_epoch)
                         is_due = (epoch + 1) % validation_freq == 0
-                        self.validation_skipped = validates and not is_due
-                        validate = functools.partial(
-                            self.evaluate, validation_data, batch_size=validation_batch_size
-                        )
-                        logs, again = await runs.run(
-                            steps_per_epoch, validate if validates and is_due else None
-                        )
+                        self.validation_skipped = validate is not None and not is_due
+                        logs, again = await runs.run(steps_per_epoch, validate if is_due else None)
                         note = f" ({again} undone by a rollback and trained again)" if again else ""
                         show.end(note, logs)
                         history._add(epoch, logs, again)

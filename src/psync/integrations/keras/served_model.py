@@ -117,11 +117,7 @@ class PSModel(ServedVariables):
         cast_gradients: bool = True,
         checkpoint_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        strategy: Any = scope_for(
-            "making a PSModel",
-            instead="make it in `with strategy.scope():` on the coordinator",
-            hint="make it in `with strategy.scope():`",
-        )
+        strategy: Any = scope_for("making a PSModel", "make it")
         if not callable(build_model) or isinstance(build_model, keras.Model):
             raise ConfigurationError(
                 f"PSModel: expected a function that builds the model, got "
