@@ -280,7 +280,7 @@ def test_what_is_held_and_what_is_to_be_done_travel_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"life": "x"}', b"[1, 2, 3]", b"[[[1]],[],[]]"]
+    "data", [b"", b"[1, 2]", b"{}", b'{"life": "x"}', b"[1, 2, 3]", b"[[[1]],[],[]]"]
 )
 def test_nonsense_is_told(data: bytes) -> None:
     for kind in (Holding, Orders):

@@ -29,7 +29,7 @@ from psync.specs import count_of, dtype_of
 from psync.store.push_counts import PushCount, total_of
 from psync.store.shards import Key
 from psync.store.snapshot_state import SnapshotState
-from psync.store.untrusted_json import read_json, to_json, wrong
+from psync.store.untrusted_json import Text, Whole, read_json, to_json, wrong
 
 FORMAT = "psync checkpoint"
 VERSION = 1
@@ -65,21 +65,21 @@ class Planned:
 class Slice(NamedTuple):
     """Consecutive rows of a tensor, in one file. Of a scalar: one "row"."""
 
-    offset: int  # first row
-    rows: int
-    file: str  # name in the checkpoint's directory
-    start: int  # first byte in the file
-    nbytes: int
-    crc32: int  # of these bytes
+    offset: Whole  # first row
+    rows: Whole
+    file: Text  # name in the checkpoint's directory
+    start: Whole  # first byte in the file
+    nbytes: Whole
+    crc32: Whole  # of these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A logical array of the checkpoint."""
 
-    name: str  # path of the object that it is the value of: "model/dense/w"
-    shape: tuple[int, ...]
-    dtype: str  # one of ``specs.DTYPE_NAMES``
+    name: Text  # path of the object that it is the value of: "model/dense/w"
+    shape: tuple[Whole, ...]
+    dtype: Text  # one of ``specs.DTYPE_NAMES``
     slices: tuple[Slice, ...]  # in order of their offset; they cover axis 0 exactly once
 
     @property
@@ -103,19 +103,19 @@ class Tensor:
 class Place(NamedTuple):
     """Where an array of a snapshot lies."""
 
-    item: int  # its place in the snapshot's state
-    start: int  # first byte in the file
-    nbytes: int
-    crc32: int  # of these bytes
+    item: Whole  # its place in the snapshot's state
+    start: Whole  # first byte in the file
+    nbytes: Whole
+    crc32: Whole  # of these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Where to find what one ps held."""
 
-    state: str  # name of the file with everything but the arrays: JSON
-    crc32: int  # of that file
-    data: str  # name of the file with the arrays
+    state: Text  # name of the file with everything but the arrays: JSON
+    crc32: Whole  # of that file
+    data: Text  # name of the file with the arrays
     places: tuple[Place, ...]
 
 
@@ -142,12 +142,12 @@ class Manifest:
 class _Stored:
     """The manifest, as JSON."""
 
-    format: str
-    version: int
-    number: int
+    format: Text
+    version: Whole
+    number: Whole
     tensors: tuple[Tensor, ...]
     states: dict[str, Any]
-    files: dict[str, int]
+    files: dict[Text, Whole]
     images: tuple[Snapshot, ...] = ()  # which older ones do not have
 
 

@@ -40,7 +40,7 @@ from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.shielding import end_all
 from psync.specs import dtype_of
 from psync.store.snapshot_state import SnapshotState
-from psync.store.untrusted_json import read_json, to_json
+from psync.store.untrusted_json import Text, Whole, read_json, to_json
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.tensors import to_bytes_view
@@ -64,8 +64,8 @@ PIECE_BYTES = 16 << 20
 class WrittenSnapshot(NamedTuple):
     """A file with arrays of a ps."""
 
-    size: int  # in bytes
-    places: tuple[tuple[int, int, int], ...]  # first byte, bytes, crc32 of each item
+    size: Whole  # in bytes
+    places: tuple[tuple[Whole, Whole, Whole], ...]  # first byte, bytes, crc32 of each item
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class Cuts:
                     wanted: list[list[tuple[str, int, int]]] = [[] for _ in links]
                     for link, (_, said) in zip(links, gated, strict=True):
                         begun = read_json(
-                            b"".join(said), list[tuple[int, str, int, int]], link.task
+                            b"".join(said), list[tuple[Whole, Text, Whole, Whole]], link.task
                         )
                         for ps, task, incarnation, sequence in begun:
                             if not 0 <= ps < len(links):

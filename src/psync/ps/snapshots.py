@@ -43,7 +43,7 @@ from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded, settling
 from psync.store.snapshot_state import SnapshotState, unpack_answer
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import read_json, to_json
+from psync.store.untrusted_json import Text, Whole, read_json, to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     Done,
@@ -221,7 +221,7 @@ class Snapshots:
         under_way = cut.writes.get(message.path)
         if under_way is None:
             listed, where = body[0] if body else b"", f"{self._task}: items to be written"
-            items = read_json(bytes(listed), list[tuple[int, str]], where)
+            items = read_json(bytes(listed), list[tuple[Whole, Text]], where)
             under_way = self._work.to_the_end(self._written(cut, message, items))
             cut.writes[message.path] = under_way
         request.start(_answered(request, under_way))

@@ -18,19 +18,22 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import msgspec
 
 from psync.client.counters import KINDS
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
-from psync.store.untrusted_json import Misfit, Readers, only
 
 if TYPE_CHECKING:
     # With numpy, which a launcher never loads.
     from psync.closures.queue import QueueStatistics
     from psync.specs import VariableSpec
 
-MISFITS = Misfit, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+T = TypeVar("T")
+
+MISFITS = ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
 """Errors of text that is not JSON, and of JSON that does not stand for a value."""
 
 SCHEMA = 1
@@ -314,7 +317,7 @@ class Status:
                 name: math.nan if value is None else float(value)
                 for name, value in data.pop("reported", {}).items()
             }
-            made: Self = READERS.read(cls, data)
+            made: Self = read(cls, data)
         except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
         return replace(made, reported=reported)
@@ -327,12 +330,27 @@ def _fields(value: Any) -> dict[str, Any]:
 MOST = 1e18
 """Views can compute with smaller numbers."""
 
-READERS = Readers({
-    str: only(lambda value: isinstance(value, str), "text"),
-    int: only(lambda value: type(value) is int and -MOST < value < MOST, "a whole number"),
-    float: only(lambda value: type(value) in (int, float) and -MOST < value < MOST, "a number"),
-})  # fmt: skip
-"""Of the types of this module, from plain data."""
+
+def read(kind: type[T], data: Any) -> T:
+    """Return a value of the types of this module, made of plain data.
+
+    Raises:
+        ValueError: It stands for none, or a number is too large.
+    """
+    made = msgspec.convert(data, kind)
+    _check_numbers(msgspec.to_builtins(made))
+    return made
+
+
+def _check_numbers(data: Any) -> None:
+    if isinstance(data, int | float):
+        if not -MOST < data < MOST:
+            raise ValueError(f"expected numbers below {MOST:g}, got {data!r:.40}")
+    elif isinstance(data, dict):
+        _check_numbers(list(data.values()))
+    elif isinstance(data, list | tuple):
+        for each in data:
+            _check_numbers(each)
 
 
 # The status, made of counters.

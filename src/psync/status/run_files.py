@@ -34,7 +34,7 @@ from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.net.shielding import end_all
 from psync.status.http import is_token
-from psync.status.model import MISFITS, READERS
+from psync.status.model import MISFITS, read
 from psync.status.units import seconds_text
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def read_run(path: Path) -> Run:
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        run: Run = READERS.read(Run, data)
+        run: Run = read(Run, data)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:

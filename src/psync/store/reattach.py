@@ -44,13 +44,14 @@ from psync.store.ledger import HeldUpdates, Ledger
 from psync.store.shards import Optimizer
 from psync.store.snapshot_state import NewOptimizer, described
 from psync.store.store import ShardStore
+from psync.store.untrusted_json import Text, Whole
 from psync.store.work import Shard
 from psync.wire.closure_numbers import Finality, call_of
 
-Place = tuple[str, int]
+Place = tuple[Text, Whole]
 """A shard: (name of the variable, index of the shard)."""
 
-Identity = tuple[int, int]
+Identity = tuple[Whole, Whole]
 """An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
 
 BACK = "pass attach=False to start again from the last checkpoint"
@@ -68,7 +69,7 @@ class HeldOptimizer(NamedTuple):
 class Holding(NamedTuple):
     """What one ps holds that nobody has adopted."""
 
-    lineage: int  # 0: none
+    lineage: Whole  # 0: none
     shards: tuple[ShardSpec, ...] = ()  # as the earlier program had them
     optimizers: tuple[HeldOptimizer, ...] = ()
     updates: tuple[HeldUpdates, ...] = ()  # one for each coordinator; since shards were adopted
@@ -77,9 +78,11 @@ class Holding(NamedTuple):
 class Orders(NamedTuple):
     """What one ps is to do with what it holds; all of it or nothing."""
 
-    shards: tuple[tuple[str, int, int], ...] = ()  # (name, index, id of the variable from now on)
+    shards: tuple[
+        tuple[Text, Whole, Whole], ...
+    ] = ()  # (name, index, id of the variable from now on)
     dropped: tuple[Place, ...] = ()
-    optimizers: tuple[tuple[int, int, int], ...] = ()  # (*identity, number from now on)
+    optimizers: tuple[tuple[Whole, Whole, Whole], ...] = ()  # (*identity, number from now on)
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
-from psync.status.model import MISFITS, READERS, ShardStatus, Status
+from psync.status.model import MISFITS, ShardStatus, Status, read
 from psync.status.run_files import replacing
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class FinishedRun:
             if not isinstance(data, dict):
                 raise TypeError("expected an object")
             if "placement" in data:
-                self._placement = READERS.read(tuple[ShardStatus, ...], data["placement"])
+                self._placement = read(tuple[ShardStatus, ...], data["placement"])
             self.ended = self.ended or "end" in data
         except (*MISFITS, RemoteProtocolError) as exc:
             raise self._broken(offset) from exc
