@@ -189,17 +189,16 @@ def test_the_mark_of_the_last_one_comes_and_goes_with_it(saved: Path) -> None:
 
 
 def test_bytes_that_were_not_planned_are_refused(tmp_path: Path) -> None:
-    planned = [Planned("w", (10, 2), "float32", 0)]
     with (
         pytest.raises(CheckpointError, match="expected 80 bytes, got 72"),
-        DataFile(tmp_path / "data", planned) as data_file,
+        DataFile(tmp_path / "data", {"w": ((10, 2), "float32")}) as data_file,
     ):
         data_file.write(W[:9])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_without_a_slice_is_not_complete(tmp_path: Path) -> None:
-    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    data_file = DataFile(tmp_path / "data", {"w": ((10, 2), "float32")})
     with pytest.raises(CheckpointError, match="'w' was not written"):
         data_file.close()
 
@@ -214,7 +213,7 @@ def fill_disk(of: DataFile) -> None:
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    data_file = DataFile(tmp_path / "data", {"w": ((10, 2), "float32")})
     fill_disk(data_file)
     data_file.write(W)
     with pytest.raises(CheckpointError, match="No space left on device"):
@@ -224,7 +223,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
 def test_what_is_left_in_memory_when_the_disk_is_full_is_no_second_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    data_file = DataFile(tmp_path / "data", {"w": ((10, 2), "float32")})
 
     def fail() -> None:
         with data_file:
@@ -300,21 +299,21 @@ def test_an_error_of_the_disk_has_its_own_remedy(code: int, hint: str | None) ->
 SIX = np.arange(6, dtype=np.float32)
 
 
-def written_by_another(writer: Writer, name: str) -> DataFile:
-    """A file that a ps has written: what a tensor needs, and what only the snapshot needs."""
-    planned = [Planned("w", (6,), "float32", 0), Planned("~/m", (6,), "float32", 0)]
+def written_by_another(writer: Writer, name: str, uses: int = 1) -> list[Place]:
+    """Add a file of a ps: what a tensor needs, if one uses it, and what only its snapshot needs."""
+    planned = dict.fromkeys(("w@0", "~/m@0"), ((6,), "float32"))
     data_file = DataFile(writer.temporary / name, planned)
     data_file.write(SIX)
     data_file.write(-SIX)
-    return data_file
+    size, places = data_file.close()
+    w = Planned("w", (6,), "float32", 0)
+    writer.add_file(name, size, [w.slice_in(name, places[0])] * uses)
+    return [Place(i, *place) for i, place in enumerate(places)]
 
 
 def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
-    data_file = written_by_another(writer, "ps-0.safetensors")
-    writer.add_file("ps-0.safetensors", data_file.close(), data_file.slices[:1])
-    places = [Place(i, piece.start, piece.nbytes, piece.crc32) for i, (_, piece) in
-              enumerate(data_file.slices)]  # fmt: skip
+    places = written_by_another(writer, "ps-0.safetensors")
     writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
     reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["w"], 0, 6), SIX)
@@ -328,8 +327,7 @@ def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
 def test_snapshots_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1)
     for ps in (1, 0):
-        data_file = written_by_another(writer, f"ps-{ps}")
-        writer.add_file(f"ps-{ps}", data_file.close(), [])
+        written_by_another(writer, f"ps-{ps}", uses=0)
         writer.add_snapshot(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
     snapshots = Reader(writer.commit()).manifest.snapshots
     assert [snapshot.data for snapshot in snapshots] == ["ps-0", "ps-1"]
@@ -338,9 +336,8 @@ def test_snapshots_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path
 def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_path: Path) -> None:
     for number, spoil in enumerate((os.unlink, lambda path: os.truncate(path, 100))):
         writer = Writer(tmp_path, f"ckpt-{number}", 1, {"w": ((6,), "float32")})
-        data_file = written_by_another(writer, "ps-0")
-        writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
-        spoil(data_file.path)
+        written_by_another(writer, "ps-0")
+        spoil(writer.temporary / "ps-0")
         with pytest.raises(
             CheckpointError, match=r"looking at .*ps-0|were written by the ps, 100 are"
         ):
@@ -361,8 +358,7 @@ def test_a_file_whose_machine_dies_before_its_name_is_synced_leaves_no_checkpoin
     tmp_path: Path,
 ) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
-    data_file = written_by_another(writer, "ps-0")
-    writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
+    written_by_another(writer, "ps-0")
     token = current_disk.set(NameLost())
     try:
         with pytest.raises(CheckpointError, match=r"looking at .*ps-0"):
@@ -374,7 +370,8 @@ def test_a_file_whose_machine_dies_before_its_name_is_synced_leaves_no_checkpoin
 
 def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1)
-    data_file = written_by_another(writer, "ps-0")
+    data_file = DataFile(writer.temporary / "ps-0", {"w": ((6,), "float32")})
+    data_file.write(SIX)
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="No such file or directory"):
@@ -542,8 +539,8 @@ def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: i
     writer = Writer(directory, f"ckpt-{number:08d}", number)
     for ps, each in enumerate(frozen):
         name = f"ps-{ps}.safetensors"
-        size, written = write_items(writer.temporary / name, each, layout.arrays[ps])
-        writer.add_file(name, size, [])
+        written = write_items(writer.temporary / name, each, layout.arrays[ps])
+        writer.add_file(name, written.size, [])
         places = layout.places(ps, written)[drop:]
         writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
     return writer.commit()

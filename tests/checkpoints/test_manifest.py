@@ -22,6 +22,7 @@ from psync.checkpoints.manifest import (
     Snapshot,
     Tensor,
     Wanted,
+    WrittenFile,
     changed_rate,
     check_state,
     commit_line,
@@ -269,14 +270,14 @@ def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_sna
     layout = Layout(snapshots(), [wanted("zero", 0, 4, (2, 0))])
     *others, last = layout.arrays[0]
     assert last[1] == "zero@0"
-    written = [(8 * i, 8, i) for i in range(len(others) + 1)]
+    written = WrittenFile(0, tuple((8 * i, 8, i) for i in range(len(others) + 1)))
     assert layout.slices(0, "f", written) == [("zero", Slice(0, 4, "f", 32, 8, 4))]
     assert [place.item for place in layout.places(0, written)] == [item for item, _ in others]
 
 
 def test_where_arrays_lie_is_told_of_tensors_and_of_the_snapshot() -> None:
     layout = Layout(snapshots(), W)
-    written = [(80, 16, 1), (96, 16, 2), (112, 16, 3)]
+    written = WrittenFile(128, ((80, 16, 1), (96, 16, 2), (112, 16, 3)))
     assert layout.slices(1, "ps-1", written) == [("model/w", Slice(3, 2, "ps-1", 80, 16, 1))]
     assert layout.places(1, written) == [
         Place(0, 80, 16, 1),
@@ -289,7 +290,8 @@ def test_an_array_may_be_part_of_two_tensors() -> None:
     part = wanted("part", 0, 2, (0, 1))  # a shard that is saved as a variable of its own, too
     layout = Layout(snapshots(), [*W, part])
     assert layout.arrays[1][0] == (0, "model/w@3")
-    assert layout.slices(1, "f", [(8, 16, 5), (24, 16, 6), (40, 16, 7)]) == [
+    written = WrittenFile(56, ((8, 16, 5), (24, 16, 6), (40, 16, 7)))
+    assert layout.slices(1, "f", written) == [
         ("model/w", Slice(3, 2, "f", 8, 16, 5)),
         ("part", Slice(0, 2, "f", 8, 16, 5)),
     ]

@@ -10,7 +10,10 @@ from psync.checkpoints.manifest import Planned
 
 def add_data(writer: Writer, name: str, *slices: tuple[Planned, Any]) -> None:
     """Write a data file with these slices, and make it part of a checkpoint."""
-    with DataFile(writer.temporary / name, [planned for planned, _ in slices]) as file:
+    planned = {each.label: (each.shape, each.dtype) for each, _ in slices}
+    with DataFile(writer.temporary / name, planned) as file:
         for _, values in slices:
             file.write(values)
-        writer.add_file(name, file.close(), file.slices)
+        size, places = file.close()
+    made = [each.slice_in(name, at) for (each, _), at in zip(slices, places, strict=True)]
+    writer.add_file(name, size, made)

@@ -31,6 +31,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -48,10 +49,10 @@ from psync.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     Place,
-    Planned,
     Slice,
     Snapshot,
     Tensor,
+    WrittenFile,
     commit_line,
     read_manifest,
 )
@@ -198,33 +199,32 @@ _REMEDIES = {
 
 
 class DataFile:
-    """A data file that is being written: slices in the order in which they were planned.
+    """A data file that is being written: arrays in the order in which they were planned.
 
     A context manager, which leaves nothing of the file if an error ends it.
 
     Args:
         path: Of the file, which is made when it is first written to.
-        planned: What it is going to hold.
+        planned: Shape and dtype of each array that it is going to hold, by name.
     """
 
-    def __init__(self, path: Path, planned: Sequence[Planned]) -> None:
+    def __init__(self, path: Path, planned: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         self.path = path
-        self._planned = list(planned)
-        self.slices: list[tuple[str, Slice]] = []  # written, with their tensors' names
+        self._planned: list[tuple[str, int]] = []  # (name, bytes)
+        self._places: list[tuple[int, int, int]] = []  # of those that are written
         entries: dict[str, Any] = {}
         at = 0
-        for piece in planned:
-            entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
-                "dtype": _NAMES[piece.dtype],
-                "shape": list(piece.shape),
-                "data_offsets": [at, at + piece.nbytes],
-            }
-            at += piece.nbytes
+        for name, (shape, dtype) in planned.items():
+            nbytes = math.prod(shape) * dtype_of(dtype).itemsize
+            offsets = [at, at + nbytes]
+            entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
+            self._planned.append((name, nbytes))
+            at += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)  # so that the data are aligned
         self._header = len(text).to_bytes(8, "little") + text
         self._at = len(self._header)
-        self._nbytes = self._crc = 0  # of the slice that is being written
+        self._nbytes = self._crc = 0  # of the array that is being written
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
@@ -244,17 +244,17 @@ class DataFile:
         return self._file
 
     def write(self, data: Any) -> None:
-        """Write the next slice: an array or a buffer of its bytes, or an iterator over such parts.
+        """Write the next array: itself or a buffer of its bytes, or an iterator over such parts.
 
         Raises:
             CheckpointError: The disk is full, or fails; or the size is not what was planned.
         """
         for part in data if isinstance(data, Iterator) else [data]:
             self.extend(part)
-        self.end_slice()
+        self.end_array()
 
     def extend(self, part: Any) -> None:
-        """Write a part of the next slice, which ``end_slice`` ends.
+        """Write a part of the next array, which ``end_array`` ends.
 
         Raises:
             CheckpointError: The disk is full, or fails.
@@ -265,40 +265,32 @@ class DataFile:
             self._nbytes += view.nbytes
             self._opened().write(view)
 
-    def end_slice(self) -> None:
-        """Note a slice, all parts of which are written.
+    def end_array(self) -> None:
+        """Note an array, all parts of which are written.
 
         Raises:
             CheckpointError: The size is not what was planned.
         """
-        piece = self._planned[len(self.slices)]
-        if self._nbytes != piece.nbytes:
+        name, nbytes = self._planned[len(self._places)]
+        if self._nbytes != nbytes:
             raise CheckpointError(
-                f"{self.path}: {piece.tensor!r} from row {piece.offset}: expected {piece.nbytes} "
-                f"bytes, got {self._nbytes}"
+                f"{self.path}: {name!r}: expected {nbytes} bytes, got {self._nbytes}"
             )
-        written = Slice(piece.offset, piece.rows, self.path.name, self._at, self._nbytes, self._crc)
-        self.slices.append((piece.tensor, written))
-        self._at += self._nbytes
+        self._places.append((self._at, nbytes, self._crc))
+        self._at += nbytes
         self._nbytes = self._crc = 0
 
-    def close(self) -> int:
-        """Sync the file to disk and return its size in bytes.
+    def close(self) -> WrittenFile:
+        """Sync the file to disk and return what it holds.
 
         Raises:
-            CheckpointError: The disk is full, or fails; or a slice was not written.
+            CheckpointError: The disk is full, or fails; or an array was not written.
         """
-        if len(self.slices) < len(self._planned):
-            raise CheckpointError(
-                f"{self.path}: {self._planned[len(self.slices)].tensor!r} was not written"
-            )
+        for name, _ in self._planned[len(self._places) :]:
+            raise CheckpointError(f"{self.path}: {name!r} was not written")
         with disk_errors(f"writing {self.path}"), self._opened() as file:
             current_disk.get().sync(file)
-        return self._at
-
-    def places(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the first byte, bytes and crc32 of each slice."""
-        return tuple((piece.start, piece.nbytes, piece.crc32) for _, piece in self.slices)
+        return WrittenFile(self._at, tuple(self._places))
 
 
 @dataclass(slots=True)

@@ -43,13 +43,17 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A slice that a data file is going to hold."""
+    """A slice that a data file is going to hold, as ``label``."""
 
     tensor: str
     shape: tuple[int, ...]  # of the slice
     dtype: str
     offset: int  # first row
-    label: str = ""  # in the file; default: "tensor@offset"
+
+    @property
+    def label(self) -> str:
+        """Its name in the file."""
+        return f"{self.tensor}@{self.offset}"
 
     @property
     def rows(self) -> int:
@@ -60,6 +64,10 @@ class Planned:
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def slice_in(self, file: str, place: tuple[int, int, int]) -> tuple[str, Slice]:
+        """Return the name of its tensor, and where it lies: (first byte, bytes, crc32)."""
+        return self.tensor, Slice(self.offset, self.rows, file, *place)
 
 
 class Slice(NamedTuple):
@@ -98,6 +106,13 @@ class Tensor:
             first, last = max(start, piece.offset), min(stop, piece.offset + piece.rows)
             if first < last:
                 yield piece, first - piece.offset, last - first
+
+
+class WrittenFile(NamedTuple):
+    """A data file that is complete."""
+
+    size: Whole  # in bytes
+    places: tuple[tuple[Whole, Whole, Whole], ...]  # first byte, bytes, crc32 of each array
 
 
 class Place(NamedTuple):
@@ -258,9 +273,6 @@ def _comes_back(state: Any, levels: int = MAX_LEVELS) -> bool:
 
 # --- layout of snapshots ----------------------------------------------------------------------
 
-Written = Sequence[tuple[int, int, int]]
-"""First byte, bytes and crc32 of each array of a file, in the order of ``Layout.arrays``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Planned):
@@ -302,19 +314,19 @@ class Layout:
         """
         return self._found.get((wanted.key, wanted.optimizer, wanted.slot))
 
-    def slices(self, ps: int, file: str, written: Written) -> list[tuple[str, Slice]]:
+    def slices(self, ps: int, file: str, written: WrittenFile) -> list[tuple[str, Slice]]:
         """Return what lies in the file of a ps of tensors, with their names."""
         return [
-            (user.tensor, Slice(user.offset, user.rows, file, start, nbytes, crc32))
-            for (item, _), (start, nbytes, crc32) in zip(self.arrays[ps], written, strict=True)
+            user.slice_in(file, place)
+            for (item, _), place in zip(self.arrays[ps], written.places, strict=True)
             for user in self._users.get((ps, item), ())
         ]
 
-    def places(self, ps: int, written: Written) -> list[Place]:
+    def places(self, ps: int, written: WrittenFile) -> list[Place]:
         """Return where the arrays of a snapshot lie; constant ones are part of its state."""
         return [
             Place(item, *place)
-            for (item, _), place in zip(self.arrays[ps], written, strict=True)
+            for (item, _), place in zip(self.arrays[ps], written.places, strict=True)
             if not self._snapshots[ps].items[item].is_constant
         ]
 
@@ -323,7 +335,7 @@ class Layout:
         arrays = []
         for number, item in enumerate(snapshot.items):
             if users := self._users.get((ps, number)):
-                arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
+                arrays.append((number, users[0].label))
             elif not item.is_constant:
                 spec = snapshot.specs[item.key]
                 kind = f"{item.optimizer}-{item.slot}" if item.slot else "value"

@@ -29,10 +29,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from psync.checkpoints.manifest import WrittenFile
 from psync.client.link import PsLink, all_of, ask
 from psync.client.ps import PsClient
 from psync.closures.membership import backoff
@@ -61,13 +62,6 @@ PIECE_BYTES = 16 << 20
 """Read at once."""
 
 
-class WrittenSnapshot(NamedTuple):
-    """A file with arrays of a ps."""
-
-    size: Whole  # in bytes
-    places: tuple[tuple[Whole, Whole, Whole], ...]  # first byte, bytes, crc32 of each item
-
-
 @dataclass(eq=False)
 class Cut:
     """What all ps tasks held at one instant; they hold it until the cut is over."""
@@ -80,7 +74,7 @@ class Cut:
 
     async def write(
         self, ps: int, path: str, nonce: str, items: Sequence[tuple[int, str]]
-    ) -> WrittenSnapshot | None:
+    ) -> WrittenFile | None:
         """Let a ps write some of its items to a new file, under names of their own.
 
         Args:
@@ -103,7 +97,7 @@ class Cut:
         _, segments = await ask(link, order, messages.Done, [to_json(items)])
         if not segments:
             return None
-        written = read_json(b"".join(segments), WrittenSnapshot, link.task)
+        written = read_json(b"".join(segments), WrittenFile, link.task)
         if len(written.places) != len(items):
             raise RemoteProtocolError(
                 f"{link.task} wrote {len(written.places)} items, expected {len(items)}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from psync.checkpoints.files import DataFile, Reader, check_places, disk_errors
-from psync.checkpoints.manifest import Planned, Tensor
+from psync.checkpoints.manifest import Tensor
 from psync.errors import CheckpointError, CheckpointNotFound
 from psync.status.units import bytes_text
 
@@ -223,10 +223,7 @@ def _write_files(
         file = (
             "model.safetensors" if one else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
-        planned = [
-            Planned(tensor.name, tensor.shape, tensor.dtype, 0, label=name)
-            for name, tensor in group.items()
-        ]
+        planned = {name: (tensor.shape, tensor.dtype) for name, tensor in group.items()}
         with DataFile(directory / file, planned) as data_file:
             for tensor in group.values():
                 data_file.write(_chunks(reader, tensor))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.backups.primary import PsProcess
 from psync.checkpoints.files import NONCE, DataFile, read_bounded, read_pieces
-from psync.checkpoints.manifest import Place, Planned
+from psync.checkpoints.manifest import Place, WrittenFile
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -232,9 +232,9 @@ class Snapshots:
         path = Path(message.path)
         if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
             return ()
-        size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
-        self._written_bytes += size
-        return [to_json((size, places))]
+        written = await asyncio.to_thread(write_items, path, cut.frozen, items)
+        self._written_bytes += written.size
+        return [to_json(written)]
 
     # Restored.
 
@@ -315,19 +315,13 @@ async def _answered(request: Request[Any], work: asyncio.Future[Sequence[bytes]]
 # --- files; what is here blocks: call it in a thread ---------------------------------------------
 
 
-def write_items(
-    path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]
-) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Write items to a new file, and let go of each block once it is written.
+def write_items(path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]) -> WrittenFile:
+    """Write items to a new file, which is on the disk then; let go of each block that is written.
 
     Args:
         path: Of a safetensors file.
         frozen: Holds them.
         items: (place in the state, name in the file) of each, in the order that they get there.
-
-    Returns:
-        The size of the file, which is on the disk then, and of each item the first byte, bytes
-        and crc32.
 
     Raises:
         CheckpointError: The file is there already, the disk is full, or fails; or an item is not
@@ -337,13 +331,11 @@ def write_items(
     unknown = [place for place, _ in items if not 0 <= place < len(known)]
     if unknown:
         raise CheckpointError(f"{path}: there is no item {unknown[0]} in the snapshot")
-    planned = [
-        Planned(name, known[place].shape, known[place].dtype, 0, name) for place, name in items
-    ]
+    planned = {name: (known[place].shape, known[place].dtype) for place, name in items}
     with DataFile(path, planned) as file:
         for place, _ in items:
             file.write(frozen.letting_go(place))
-        return file.close(), file.places()
+        return file.close()
 
 
 def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:

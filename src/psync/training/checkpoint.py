@@ -60,14 +60,13 @@ from psync.checkpoints import files
 from psync.checkpoints.manifest import (
     Layout,
     Manifest,
-    Planned,
     Wanted,
     changed_rate,
     check_state,
     step_of,
 )
 from psync.checkpoints.ownership import Owner, own
-from psync.chief.consistent_cut import Cut, WrittenSnapshot
+from psync.chief.consistent_cut import Cut
 from psync.client.context import forbid_in_step
 from psync.coordinator import Coordinator
 from psync.errors import (
@@ -240,17 +239,44 @@ class Contents:
         """
         key = thing if isinstance(thing, Handle) else id(thing)
         if key not in self._values:  # the first path is its name
-            adder = next((each for kind, each in self._adders() if isinstance(thing, kind)), None)
-            if adder is None:
-                raise UsageError(
-                    f"checkpoint: {path!r} is {type(thing).__name__}, which cannot be saved",
-                    hint="a checkpoint can hold variables, optimizers, metrics, moving averages, "
-                    "modules, SavedState(epoch=0), dicts and lists of these, and objects with "
-                    "checkpoint_state()",
-                )
             self._values[key] = None
-            self._values[key] = adder(path, thing)
+            self._values[key] = self._added(path, thing)
         return lambda *saved: cast(ValueOf, self._values[key])(*saved)
+
+    def _added(self, path: str, thing: Any) -> ValueOf:
+        match thing:
+            case Handle():
+                self.handles[path] = thing
+                self._add_array(path, thing)
+                return lambda arrays, states: arrays[path]
+            case Optimizer():
+                return self._add_optimizer(path, thing)
+            case ExponentialMovingAverage():
+                self.by_variable.append(path)
+                named = ((variable.name, average) for variable, average in thing.items())
+                return self._add_all(path, named)
+            case Metric():
+                sums = self.add(f"{path}/sums", thing.variables[0])
+                return lambda *saved: thing.value_of(sums(*saved))
+            case Module():
+                items = thing._checkpoint_items().items()
+                return self._add_all(path, [each for each in items if _holds_something(each[1])])
+            case Stateful():
+                self._check_new(path)
+                self.states[path] = thing
+                return lambda arrays, states: states[path]
+            case dict():
+                return self._add_all(path, thing.items())
+            case list() | tuple():
+                values = self._add_all(path, enumerate(thing))
+                made_by = list if isinstance(thing, list) else tuple
+                make = getattr(thing, "_make", made_by)  # of named tuples
+                return lambda *saved: make(values(*saved).values())
+        raise UsageError(
+            f"checkpoint: {path!r} is {type(thing).__name__}, which cannot be saved",
+            hint="a checkpoint can hold variables, optimizers, metrics, moving averages, modules, "
+            "SavedState(epoch=0), dicts and lists of these, and objects with checkpoint_state()",
+        )
 
     def _check_new(self, name: str) -> None:
         """Refuse a second thing of one name: the first would be neither saved nor restored.
@@ -350,52 +376,9 @@ class Contents:
             )
         return missing, extra
 
-    def _adders(self) -> list[tuple[type, Callable[[str, Any], ValueOf]]]:
-        """Return what takes up which kind; the first that fits does."""
-        return [
-            (Handle, self._add_variable),
-            (Optimizer, self._add_optimizer),
-            (ExponentialMovingAverage, self._add_averages),
-            (Metric, self._add_metric),
-            (Module, self._add_module),
-            (Stateful, self._add_state),
-            (dict, lambda path, items: self._add_all(path, items.items())),
-            (list, self._add_list),
-            (tuple, self._add_list),
-        ]
-
-    def _add_variable(self, path: str, variable: Handle) -> ValueOf:
-        self.handles[path] = variable
-        self._add_array(path, variable)
-        return lambda arrays, states: arrays[path]
-
-    def _add_metric(self, path: str, metric: Metric) -> ValueOf:
-        sums = self.add(f"{path}/sums", metric.variables[0])
-        return lambda arrays, states: metric.value_of(sums(arrays, states))
-
     def _add_all(self, path: str, items: Iterable[tuple[Any, Any]]) -> ValueOf:
         values = {key: self.add(f"{path}/{key}", item) for key, item in items}
         return lambda *saved: {key: value(*saved) for key, value in values.items()}
-
-    def _add_module(self, path: str, module: Module) -> ValueOf:
-        items = module._checkpoint_items().items()
-        return self._add_all(path, [each for each in items if _holds_something(each[1])])
-
-    def _add_list(self, path: str, items: Sequence[Any]) -> ValueOf:
-        values = self._add_all(path, enumerate(items))
-        made_by = list if isinstance(items, list) else tuple
-        make = getattr(items, "_make", made_by)  # of named tuples
-        return lambda *saved: make(values(*saved).values())
-
-    def _add_state(self, path: str, thing: Stateful) -> ValueOf:
-        self._check_new(path)
-        self.states[path] = thing
-        return lambda arrays, states: states[path]
-
-    def _add_averages(self, path: str, averages: ExponentialMovingAverage) -> ValueOf:
-        self.by_variable.append(path)
-        named = ((variable.name, average) for variable, average in averages.items())
-        return self._add_all(path, named)
 
     def _add_optimizer(self, path: str, optimizer: Optimizer) -> ValueOf:
         self._check_new(f"{path}/step")
@@ -1243,24 +1226,16 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
     if writer.nonce:
         written = await cut.write(ps, str(path), writer.nonce, arrays)
     if written is None:  # the ps does not see the directory: it sends them
-        planned = [
-            Planned(label, items[number].shape, items[number].dtype, 0, label=label)
-            for number, label in arrays
-        ]
+        planned = {name: (items[number].shape, items[number].dtype) for number, name in arrays}
         with files.DataFile(path, planned) as data_file:
             for number, _ in arrays:
                 async for piece in cut.pieces(ps, number):
                     await in_thread(data_file.extend, piece)
-                data_file.end_slice()
-            written = WrittenSnapshot(await in_thread(data_file.close), data_file.places())
-    size, places = written
-
-    def note() -> None:
-        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
-        state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
-
-    await in_thread(note)
+                data_file.end_array()
+            written = await in_thread(data_file.close)
+    writer.add_file(path.name, written.size, layout.slices(ps, path.name, written))
+    state, places = cut.snapshots[ps].to_bytes, layout.places(ps, written)
+    await in_thread(lambda: writer.add_snapshot(ps, f"{name}.json", state(), path.name, places))
 
 
 async def _write_parts(
@@ -1277,11 +1252,14 @@ async def _write_parts(
         nbytes += part.nbytes
     for number, batch in enumerate(batches):
         name = f"data-{number:05d}.safetensors"
-        with files.DataFile(writer.temporary / name, batch) as data_file:
+        planned = {part.label: (part.shape, part.dtype) for part in batch}
+        with files.DataFile(writer.temporary / name, planned) as data_file:
             for part in batch:
                 value = await part.read() if values is None else values[part]
                 await in_thread(data_file.write, value)
-            writer.add_file(name, await in_thread(data_file.close), data_file.slices)
+            size, places = await in_thread(data_file.close)
+        slices = [part.slice_in(name, at) for part, at in zip(batch, places, strict=True)]
+        writer.add_file(name, size, slices)
 
 
 def _constant(part: Part) -> Iterator[np.ndarray]:

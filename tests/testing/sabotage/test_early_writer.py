@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data_files import add_data
-from psync.checkpoints.files import DataFile, Reader, Writer, checkpoints_in
+from psync.checkpoints.files import Reader, Writer, checkpoints_in
 from psync.checkpoints.manifest import Place, Planned
 from psync.testing.sabotage import SabotagedParts
 from psync.testing.sabotage.early_writer import EarlyWriter
@@ -24,11 +24,7 @@ def begun(directory: Path, without: frozenset[str] = WITHOUT) -> Writer:
 
 def add_rows(writer: Writer, name: str, start: int, stop: int) -> None:
     """Add a file with some rows, as a ps has written it."""
-    data_file = DataFile(
-        writer.temporary / name, [Planned("w", (stop - start, 2), "float32", start)]
-    )
-    data_file.write(W[start:stop])
-    writer.add_file(name, data_file.close(), data_file.slices)
+    add_data(writer, name, (Planned("w", (stop - start, 2), "float32", start), W[start:stop]))
 
 
 def values(path: Path) -> tuple[np.ndarray, int]:

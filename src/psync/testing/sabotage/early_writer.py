@@ -28,12 +28,12 @@ from psync.checkpoints.files import (
 from psync.checkpoints.manifest import (
     Manifest,
     Place,
-    Planned,
     Slice,
     Snapshot,
     Tensor,
     commit_line,
 )
+from psync.specs import dtype_of
 
 BLANK = "blank.safetensors"
 """Zeros in the place of everything."""
@@ -45,14 +45,11 @@ class EarlyWriter(Writer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._marking = threading.Lock()
-        planned = [
-            Planned(tensor, shape, dtype, 0) for tensor, (shape, dtype) in self.tensors.items()
-        ]
-        blank = DataFile(self.temporary / BLANK, planned)
-        for each in planned:
-            blank.write(np.zeros(each.nbytes, np.uint8))
-        self._sizes[BLANK] = blank.close()
-        self._blanks = dict(blank.slices)
+        blank = DataFile(self.temporary / BLANK, self.tensors)
+        for shape, dtype in self.tensors.values():
+            blank.write(np.zeros(shape, dtype_of(dtype)))
+        self._sizes[BLANK], places = blank.close()
+        self._blanks = {name: start for name, (start, *_) in zip(self.tensors, places, strict=True)}
         self._mark()
 
     @property
@@ -115,7 +112,7 @@ class EarlyWriter(Writer):
         nbytes = (stop - start) * tensor.row_bytes
         if start == stop:
             return []
-        at = self._blanks[tensor.name].start + start * tensor.row_bytes
+        at = self._blanks[tensor.name] + start * tensor.row_bytes
         return [Slice(start, stop - start, BLANK, at, nbytes, zlib.crc32(bytes(nbytes)))]
 
     def _put(self, manifest: Manifest) -> None:
