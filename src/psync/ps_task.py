@@ -191,7 +191,10 @@ class PsTask:
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
             "hosted": {"diverged": self._host.diverged},
-            "snapshot": {**self._snapshots.statistics(), "timeline": self.services.timeline},
+            "snapshot": {
+                "written_bytes": self._snapshots.written_bytes,
+                "timeline": self.services.timeline,
+            },
         }
 
     def _facts(self) -> dict[str, Any]:

@@ -108,7 +108,6 @@ class _Load:
     number: int
     loaded: Loaded | None = None  # None: its state is being read
     ready: asyncio.Future[Sequence[bytes]] = field(init=False)  # never cancelled
-    given_up: bool = False
 
 
 class Snapshots:
@@ -117,6 +116,9 @@ class Snapshots:
     Args:
         process: Of the ps.
         ps: The ps: what it serves may be frozen, or replaced.
+
+    Attributes:
+        written_bytes: Of all files that this ps has written.
     """
 
     def __init__(self, process: PsProcess, ps: PsTask) -> None:
@@ -126,10 +128,9 @@ class Snapshots:
         self._work = process.work
         self._check_coordinator = process.check_coordinator
         self._cut: _Cut | None = None
-        self._frozen = self._written_bytes = 0
+        self.written_bytes = 0
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
-        self._loads = self._takes = 0
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -147,17 +148,6 @@ class Snapshots:
         self._let_go()
         self._give_up()
         self._taken = 0
-
-    def statistics(self) -> dict[str, int]:
-        """Return counters, and whether something is held or being prepared."""
-        return {
-            "frozen": self._frozen,
-            "held": int(self._cut is not None),
-            "written_bytes": self._written_bytes,
-            "loads": self._loads,
-            "preparing": int(self._load is not None),
-            "taken": self._takes,
-        }
 
     # Frozen for a cut.
 
@@ -180,7 +170,6 @@ class Snapshots:
             if peer.is_closed:
                 raise ConnectionLost(f"{self._task}: {peer.task} has gone")
             self._let_go()
-            self._frozen += 1
             self._cut = _Cut(number, peer, frozen, frozen.state.to_bytes())
         self._cut.peer = peer
         if self._connection_lost not in peer.on_closed:
@@ -233,7 +222,7 @@ class Snapshots:
         if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
             return ()
         written = await asyncio.to_thread(write_items, path, cut.frozen, items)
-        self._written_bytes += written.size
+        self.written_bytes += written.size
         return [to_json(written)]
 
     # Restored.
@@ -246,7 +235,6 @@ class Snapshots:
             if message.load <= self._taken or (load is not None and message.load < load.number):
                 raise UsageError(f"{self._task}: load {message.load} was cancelled")
             self._give_up()
-            self._loads += 1
             load = self._load = _Load(message.load)
             load.ready = self._work.to_the_end(self._prepared(load, message.path, body))
         request.start(_answered(request, load.ready))
@@ -259,7 +247,7 @@ class Snapshots:
             if len(body) != 1 + bool(path):
                 raise RemoteProtocolError(f"{where}: {len(body)} segments")
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
-            if prepared.given_up:
+            if self._load is not prepared:
                 raise PsyncError(f"{where} was cancelled")
             prepared.loaded = load(state, self._process, self._task, self._ps.floor)
             unpack_accumulators(state.accumulators)  # that they can be
@@ -274,10 +262,8 @@ class Snapshots:
 
     def _give_up(self) -> None:
         load, self._load = self._load, None
-        if load is not None:
-            load.given_up = True
-            if load.loaded is not None:
-                load.loaded.give_up()
+        if load is not None and load.loaded is not None:
+            load.loaded.give_up()
 
     def _loaded(self, peer: Connection, number: int) -> Loaded:
         self._check_coordinator(peer)
@@ -302,7 +288,6 @@ class Snapshots:
             self._let_go()
             self._ps.take(loaded, message)
             self._taken = message.load
-            self._takes += 1
         request.answer(Done())
 
 
@@ -351,7 +336,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
         CheckpointCorrupt: A checksum or a size is wrong, or an item is not in the file; names it.
         CheckpointError: The file cannot be read, or another snapshot is to be loaded instead.
     """
-    wanted = set(loaded.wanted())
+    wanted = set(loaded.wanted)
     for place, start, nbytes, crc32 in places:
         if place not in wanted:
             continue
@@ -362,7 +347,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
             for _ in loaded.write(place, at, piece.data):
                 pass
             at += piece.size
-    for place in loaded.wanted():
+    for place in loaded.wanted:
         raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")
 
 

@@ -353,14 +353,6 @@ def _key(config: Mapping[str, Any]) -> str:
 # On one ps.
 
 
-@dataclass(slots=True)
-class _Beside:
-    """What an optimizer keeps beside a shard."""
-
-    slots: dict[str, BlockArray] = field(default_factory=dict)
-    pushes: int | None = None  # that are accumulated, if the optimizer does so
-
-
 class FormerStore:
     """What nobody has adopted yet. Single owner; never blocks.
 
@@ -372,8 +364,10 @@ class FormerStore:
         self.lineage = 0  # of what is held here and in the store; see ``reattach``
         self._task = task
         self._shards: dict[Place, Shard] = {}
-        self._beside: dict[Place, dict[Identity, _Beside]] = {}  # also of adopted shards
-        self._adopted: dict[Place, Shard] = {}  # with something in ``_beside``
+        self._adopted: dict[Place, Shard] = {}
+        # Of both, for optimizers that are not adopted.
+        self._slots: dict[tuple[Place, Identity, str], BlockArray] = {}
+        self._pushes: dict[tuple[Place, Identity], int] = {}  # that are accumulated
         self._optimizers: dict[Identity, Optimizer] = {}
         self._numbers: dict[Identity, int] = {}  # of those that were adopted
         self._updates: dict[int, HeldUpdates] = {}  # by the incarnation of their coordinator
@@ -400,16 +394,15 @@ class FormerStore:
         for shard in shards:
             place = (shard.spec.variable, shard.spec.index)
             self._shards[place] = shard
-            beside = self._beside.setdefault(place, {})  # with what still waits
             for (number, name), slot in shard.slots.items():
-                beside.setdefault((lineage, number), _Beside()).slots[name] = slot
+                self._slots[place, (lineage, number), name] = slot
             for number, count in shard.pushes.items():
-                beside.setdefault((lineage, number), _Beside()).pushes = count
+                self._pushes[place, (lineage, number)] = count
             shard.slots, shard.pushes = {}, {}
 
     def describe(self) -> Holding:
         """Return what is here."""
-        with_slots = {identity for beside in self._beside.values() for identity in beside}
+        with_slots = {at[1] for at in (*self._slots, *self._pushes)}
         held = []
         for identity, each in self._optimizers.items():
             rate = each.rule.learning_rate.to_config()
@@ -434,7 +427,8 @@ class FormerStore:
         self._check(orders, store)
         for place in orders.dropped:
             self._shards.pop(place, None)
-            self._beside.pop(place, None)
+            for at in [at for at in self._slots if at[0] == place]:
+                del self._slots[at]
         for name, index, variable_id in orders.shards:
             shard = self._shards.pop((name, index), None)
             if shard is not None:
@@ -446,25 +440,23 @@ class FormerStore:
             if optimizer is not None:
                 store.take_up_optimizer(new, optimizer)
                 self._numbers[lineage, old] = new
-        for place, shard in self._adopted.items():
-            self._put_beside(shard, self._beside.get(place, {}))
+        for place, identity, name in list(self._slots):
+            if place in self._adopted and identity in self._numbers:
+                slot = self._slots.pop((place, identity, name))
+                self._adopted[place].slots[self._numbers[identity], name] = slot
+        for place, identity in list(self._pushes):
+            if place in self._adopted and identity in self._numbers:
+                count = self._pushes.pop((place, identity))
+                self._adopted[place].pushes[self._numbers[identity]] = count
 
     def drop(self) -> None:
         """Drop all that is here."""
         self._shards.clear()
-        self._beside.clear()
+        self._slots.clear()
+        self._pushes.clear()
         self._adopted.clear()
         self._optimizers.clear()
         self._updates.clear()
-
-    def _put_beside(self, shard: Shard, waiting: dict[Identity, _Beside]) -> None:
-        """Give a shard the slots of the optimizers that are adopted."""
-        for identity in [identity for identity in waiting if identity in self._numbers]:
-            number, beside = self._numbers[identity], waiting.pop(identity)
-            for name, slot in beside.slots.items():
-                shard.slots[number, name] = slot
-            if beside.pushes is not None:
-                shard.pushes[number] = beside.pushes
 
     def _check(self, orders: Orders, store: ShardStore) -> None:
         names = {key: store.spec(key).variable for key in store.keys()}

@@ -43,7 +43,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -83,27 +83,22 @@ from psync.errors import (
 from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
 from psync.net.shielding import carried_out, first_of
-from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
 from psync.specs import checked_integer, checked_kind, dtype_of, shortened
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot import constant_views
+from psync.store.snapshot_state import SnapshotItem, SnapshotState
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-PREFIX = "ckpt"
 
 OWNER = "OWNER"
 """The file in a directory of checkpoints that names the process which saves there."""
 
 LOOK_EVERY_S = 0.1
 """How often progress is looked at."""
-
-FILE_BYTES = 2 << 30
-"""A file of the program's that has as much is followed by another."""
 
 TRIES = 5
 """A save is begun anew when the cut is lost, since a ps was cut off, or lost and recovered."""
@@ -404,22 +399,19 @@ class Contents:
         slot = source if isinstance(source, Slot) else None
         variable: Any = source if slot is None else slot.variable
         dtype = variable.spec.dtype if slot is None else slot.dtype
+        shards = [variable] if isinstance(variable, Variable) else variable.variables
         parts = []
-        if isinstance(variable, OnReadVariable):  # of which only the aggregate is kept
-            (spec,) = variable.spec.shards
-            made = functools.partial(Part, name, variable.shape, dtype, 0, key=spec.key)
-            read, write = variable.checkpoint_value, variable.restore_value
-            parts.append(made(read=read, write=write, compute=variable.checkpoint_value_of))
-        else:
-            whole = [variable] if isinstance(variable, Variable) else variable.variables
-            for shard, spec in zip(whole, variable.spec.shards, strict=True):
-                made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
-                if slot is None:
-                    parts.append(made(read=shard.read, write=shard.assign))
-                    continue
+        for shard, spec in zip(shards, variable.spec.shards, strict=True):
+            made = functools.partial(Part, name, shard.shape, dtype, spec.offset, key=spec.key)
+            if slot is not None:
                 own = Slot(shard, slot.optimizer, slot.name)
                 made = functools.partial(made, optimizer=own.optimizer.number, slot=own.name)
                 parts.append(made(read=own.read, write=own.assign, fill=slot.first_element))
+            elif isinstance(shard, OnReadVariable):  # of which only the aggregate is kept
+                made = functools.partial(made, compute=shard.checkpoint_value_of)
+                parts.append(made(read=shard.checkpoint_value, write=shard.restore_value))
+            else:
+                parts.append(made(read=shard.read, write=shard.assign))
         self.arrays[name] = Array(variable.shape, dtype, parts)
 
 
@@ -455,21 +447,17 @@ def numbers_of(
     steps: dict[Optimizer, int] = {}
     rates: dict[Optimizer, Schedule] = {}
     for each, optimizer in optimizers.items():
-        if (name := f"{each}/step") in states:
-            try:
-                pushes_of(optimizer, states[name])
-            except ConfigurationError as exc:
-                text = f"{path}: expected a step as {name!r}, got {shortened(states[name])}"
-                raise CheckpointMismatch(f"{text}: {exc.message}") from None
-            steps[optimizer] = states[name]
-        if (name := f"{each}/learning_rate") in states:
-            saved = states[name]
-            try:
+        step, rate = f"{each}/step", f"{each}/learning_rate"
+        try:
+            if step in states:
+                pushes_of(optimizer, states[step])
+                steps[optimizer] = states[step]
+            if rate in states:
                 made_with = optimizer._config["learning_rate"]
-                rates[optimizer] = from_config(made_with if saved is None else saved)
-            except ConfigurationError as exc:
-                text = f"{path}: expected a learning rate as {name!r}: {exc.message}"
-                raise CheckpointMismatch(text, hint=exc.hint) from None
+                rates[optimizer] = from_config(made_with if states[rate] is None else states[rate])
+        except ConfigurationError as exc:
+            text = f"{path}: {each!r} cannot go on from its step and learning rate: {exc.message}"
+            raise CheckpointMismatch(text, hint=exc.hint) from None
     return steps, rates
 
 
@@ -489,13 +477,29 @@ def by_name(tree: Any) -> Any:
     return tree
 
 
-def with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
-    """Return the manifest of a checkpoint, with tensors called as ``contents`` calls them.
+def opened(
+    path: str | os.PathLike[str], contents: Contents, hint: str, partial: bool = False
+) -> tuple[files.Reader, tuple[str, ...], tuple[str, ...]]:
+    """Return a checkpoint, with tensors called as ``contents`` calls them, and how they compare.
+
+    Args:
+        path: Of the checkpoint.
+        contents: What is declared here.
+        hint: As for ``Contents.compared``, as ``partial`` is.
+
+    Returns:
+        The checkpoint, the names that it does not have, and those that nobody asks for.
 
     Raises:
-        CheckpointCorrupt: It is damaged.
-        CheckpointError: It cannot be read.
+        CheckpointMismatch: It does not fit.
+        CheckpointNotFound, CheckpointCorrupt, CheckpointError: As ``Reader``.
     """
+    reader = files.Reader(Path(path))
+    reader.manifest = _with_names_of(contents, reader)
+    return reader, *contents.compared(reader.manifest, reader.path, hint, partial=partial)
+
+
+def _with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
     tensors = reader.manifest.tensors
     found: dict[str, str] = {}  # names in the checkpoint → here
     for path, handle in contents.handles.items():
@@ -747,11 +751,10 @@ class Checkpoint:
         Cancellation: Some variables are restored, others are not.
         """
         forbid_in_step("restoring a checkpoint")
-        reader = await asyncio.to_thread(files.Reader, Path(path))
         contents = self._contents()
-        manifest = await asyncio.to_thread(with_names_of, contents, reader)
         hint = "restore(path, partial=True) leaves what is missing as it is"
-        missing, extra = contents.compared(manifest, reader.path, hint, partial=partial)
+        reader, missing, extra = await asyncio.to_thread(opened, path, contents, hint, partial)
+        manifest = reader.manifest
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
@@ -812,11 +815,9 @@ class Checkpoint:
             logits = x @ values["model"]["w"]
         """
         contents = self._contents(slots=False)
-        reader = await asyncio.to_thread(files.Reader, Path(path))
-        reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
-        manifest = reader.manifest
         hint = "declare what the program declares that has saved it, and give it the same names"
-        contents.compared(manifest, reader.path, hint)
+        reader, *_ = await asyncio.to_thread(opened, path, contents, hint)
+        manifest = reader.manifest
         prefixes = tuple(f"{path}/" for path in contents.optimizers) if slots else ()
         arrays = {
             name: await asyncio.to_thread(reader.read, tensor, 0, tensor.rows)
@@ -889,7 +890,7 @@ class CheckpointManager:
             coordinator.owned.add(await in_thread(own_directory, self.directory))
 
     def _repr_html_(self) -> str:
-        found = files.checkpoints_in(self.directory, PREFIX)
+        found = files.checkpoints_in(self.directory)
         rows = [(number, str(path)) for number, path in found]
         return table(f"Checkpoints in {self.directory}", ("number", "path"), rows)
 
@@ -900,7 +901,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: The directory cannot be read.
         """
-        return [path for _, path in files.checkpoints_in(self.directory, PREFIX)]
+        return [path for _, path in files.checkpoints_in(self.directory)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -933,7 +934,8 @@ class CheckpointManager:
         Cancellation: See ``Checkpoint.save``; old checkpoints may remain.
         """
         await self._own()
-        asked = self._snapshots.asked
+        if not self._under_way:
+            self._snapshots.handed = None
         self._under_way += 1
         try:
             path, coordinator, snapshots = await self._checkpoint._saved(
@@ -945,16 +947,16 @@ class CheckpointManager:
             self._offer(path, coordinator)
             coordinator.recovery.saved(snapshots)
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
-        in_use = self._snapshots.handed if self._snapshots.asked != asked else None
+        in_use = self._snapshots.handed
         if self._max_to_keep is not None:
-            found = await asyncio.to_thread(files.checkpoints_in, self.directory, PREFIX)
+            found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
                 if not stays and old not in (path, in_use):
                     await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
-            await asyncio.to_thread(files.remove_leftovers, self.directory, PREFIX, number)
+            await asyncio.to_thread(files.remove_leftovers, self.directory, number)
         if last:
             await self.finish()
         return path
@@ -1044,7 +1046,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
     Source: ``tf.train.latest_checkpoint``.
     """
-    found = files.checkpoints_in(Path(directory), PREFIX)
+    found = files.checkpoints_in(Path(directory))
     return found[-1][1] if found else None
 
 
@@ -1124,9 +1126,9 @@ async def _written(
     try:
         with files.disk_errors(str(directory)):
             if number is None:
-                found = await in_thread(files.checkpoints_in, directory, PREFIX)
+                found = await in_thread(files.checkpoints_in, directory)
                 number = found[-1][0] + 1 if found else 1
-            name = f"{PREFIX}-{number:08d}"
+            name = f"ckpt-{number:08d}"
             await in_thread(
                 lambda: begun.append(make(directory, name, number, shapes, states, nonce))
             )
@@ -1205,7 +1207,9 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
                 hint="it was declared while the checkpoint was saved: save again",
             )
         if found is None:
-            own[part] = _constant(part)
+            fill = np.full(1, part.fill, dtype_of(part.dtype)).tobytes()
+            item = SnapshotItem(part.key, part.optimizer, part.slot, part.shape, part.dtype, fill)
+            own[part] = iter(constant_views(item))  # as it is before the first push
         elif part.compute is not None:
             own[part] = await part.compute(await cut.read(*found))
     try:
@@ -1241,32 +1245,15 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
 async def _write_parts(
     writer: files.Writer, parts: Sequence[Part], values: Mapping[Part, Any] | None = None
 ) -> None:
-    """Write files of the program's own; without ``values`` they are read now."""
-    batches: list[list[Part]] = []  # of each file
-    nbytes = FILE_BYTES
-    for part in parts:
-        if nbytes >= FILE_BYTES:
-            batches.append([])
-            nbytes = 0
-        batches[-1].append(part)
-        nbytes += part.nbytes
-    for number, batch in enumerate(batches):
-        name = f"data-{number:05d}.safetensors"
-        planned = {part.label: (part.shape, part.dtype) for part in batch}
-        with files.DataFile(writer.temporary / name, planned) as data_file:
-            for part in batch:
-                value = await part.read() if values is None else values[part]
-                await in_thread(data_file.write, value)
-            size, places = await in_thread(data_file.close)
-        slices = [part.slice_in(name, at) for part, at in zip(batch, places, strict=True)]
-        writer.add_file(name, size, slices)
-
-
-def _constant(part: Part) -> Iterator[np.ndarray]:
-    """Yield, in pieces, a slot that no ps holds yet: as it is before the first push."""
-    dtype = dtype_of(part.dtype)
-    left = part.nbytes // dtype.itemsize
-    elements = np.full(min(left, BLOCK_ELEMENTS), part.fill, dtype)
-    while left > 0:
-        yield elements[:left]
-        left -= elements.size
+    """Write a file of the program's own; without ``values`` they are read now."""
+    if not parts:
+        return
+    name = "data-00000.safetensors"
+    planned = {part.label: (part.shape, part.dtype) for part in parts}
+    with files.DataFile(writer.temporary / name, planned) as data_file:
+        for part in parts:
+            value = await part.read() if values is None else values[part]
+            await in_thread(data_file.write, value)
+        size, places = await in_thread(data_file.close)
+    slices = [part.slice_in(name, at) for part, at in zip(parts, places, strict=True)]
+    writer.add_file(name, size, slices)

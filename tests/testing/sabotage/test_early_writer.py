@@ -35,7 +35,7 @@ def values(path: Path) -> tuple[np.ndarray, int]:
 
 def test_what_dies_at_any_moment_is_taken_for_complete(tmp_path: Path) -> None:
     writer = begun(tmp_path)
-    ((number, path),) = checkpoints_in(tmp_path, "ckpt")
+    ((number, path),) = checkpoints_in(tmp_path)
     assert number == 3
     assert not values(path)[0].any()
     assert Reader(path).manifest.states == {"progress": {"at": 5}}
@@ -70,4 +70,4 @@ def test_with_the_marker_there_is_none_until_the_end(tmp_path: Path) -> None:
     writer = begun(tmp_path, frozenset())
     assert not isinstance(writer, EarlyWriter)
     add_rows(writer, "ps-0", 0, 6)
-    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert checkpoints_in(tmp_path) == []

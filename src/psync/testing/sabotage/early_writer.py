@@ -99,13 +99,12 @@ class EarlyWriter(Writer):
     def _with_blanks(self, name: str, shape: tuple[int, ...], dtype: str) -> tuple[Slice, ...]:
         """Return the slices of a tensor that are there, and zeros between them."""
         whole = Tensor(name, shape, dtype, ())
-        there = sorted((piece.offset, piece) for tensor, piece in self._slices if tensor == name)
         covered: list[Slice] = []
         row = 0
-        for offset, piece in there:
-            covered += self._zeros(whole, row, offset)
+        for piece in sorted(self._slices[name]):
+            covered += self._zeros(whole, row, piece.offset)
             covered.append(piece)
-            row = offset + piece.rows
+            row = piece.offset + piece.rows
         return (*covered, *self._zeros(whole, row, whole.rows))
 
     def _zeros(self, tensor: Tensor, start: int, stop: int) -> list[Slice]:
