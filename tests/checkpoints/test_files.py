@@ -35,7 +35,7 @@ from psync.checkpoints.files import (
     stored_snapshots,
     unmark_last,
 )
-from psync.checkpoints.manifest import Layout, Place, Planned, Snapshot
+from psync.checkpoints.manifest import Layout, Place, Slice, Snapshot
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.ps.snapshots import read_items, write_items
 from psync.specs import ShardSpec
@@ -52,11 +52,8 @@ def save(directory: Path, number: int = 1) -> Path:
     """A checkpoint of W in two files, and a scalar."""
     shapes = {"w": ((10, 2), "float32"), "scalar": ((), "int64")}
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": 3})
-    first = (Planned("w", (4, 2), "float32", 0), W[:4])
-    scalar = (Planned("scalar", (), "int64", 0), np.array(7))
-    add_data(writer, "data-0.safetensors", first, scalar)
-    rest = (Planned("w", (6, 2), "float32", 4), iter([W[4:5], W[5:]]))
-    add_data(writer, "data-1.safetensors", rest)
+    add_data(writer, "data-0.safetensors", ("w", 0, W[:4]), ("scalar", 0, 7))
+    add_data(writer, "data-1.safetensors", ("w", 4, W[4:]))
     return writer.commit()
 
 
@@ -84,14 +81,14 @@ def test_other_programs_read_the_files(saved: Path) -> None:
 def test_bfloat16_survives(tmp_path: Path) -> None:
     values = np.array([1.5, -2.0, 3e38], ml_dtypes.bfloat16)
     writer = Writer(tmp_path, "ckpt-1", 1, {"b": ((3,), "bfloat16")})
-    add_data(writer, "data", (Planned("b", (3,), "bfloat16", 0), values))
+    add_data(writer, "data", ("b", 0, values))
     reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["b"], 0, 3), values)
 
 
 def test_a_tensor_without_elements_is_one_too(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"e": ((0, 3), "float32")})
-    add_data(writer, "data", (Planned("e", (0, 3), "float32", 0), np.zeros((0, 3), "f4")))
+    add_data(writer, "data", ("e", 0, np.zeros((0, 3), "f4")))
     reader = Reader(writer.commit())
     assert reader.read(reader.manifest.tensors["e"], 0, 0).shape == (0, 3)
 
@@ -100,7 +97,7 @@ class TestCompleteOrAbsent:
     @pytest.mark.promise("checkpoints.complete-or-absent")
     def test_until_commit_there_is_none(self, tmp_path: Path) -> None:
         writer = Writer(tmp_path, "ckpt-00000002", 1)
-        add_data(writer, "data", (Planned("w", (10, 2), "float32", 0), W))
+        add_data(writer, "data", ("w", 0, W))
         assert checkpoints_in(tmp_path) == []
         writer.abandon()
         assert list(tmp_path.iterdir()) == []
@@ -306,8 +303,7 @@ def written_by_another(writer: Writer, name: str, uses: int = 1) -> list[Place]:
     data_file.write(SIX)
     data_file.write(-SIX)
     size, places = data_file.close()
-    w = Planned("w", (6,), "float32", 0)
-    writer.add_file(name, size, [w.slice_in(name, places[0])] * uses)
+    writer.add_file(name, size, [("w", Slice(0, 6, name, *places[0]))] * uses)
     return [Place(i, *place) for i, place in enumerate(places)]
 
 
@@ -473,8 +469,7 @@ def disk() -> Recorder:
 
 def save_small(directory: Path) -> Path:
     writer = Writer(directory, "ckpt-00000001", 1, {"a": ((2,), "float32")})
-    zeros = (Planned("a", (2,), "float32", 0), np.zeros(2, np.float32))
-    add_data(writer, "data.safetensors", zeros)
+    add_data(writer, "data.safetensors", ("a", 0, np.zeros(2, np.float32)))
     return writer.commit()
 
 
@@ -540,9 +535,9 @@ def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: i
     for ps, each in enumerate(frozen):
         name = f"ps-{ps}.safetensors"
         written = write_items(writer.temporary / name, each, layout.arrays[ps])
-        writer.add_file(name, written.size, [])
-        places = layout.places(ps, written)[drop:]
-        writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
+        slices, places = layout.lying_in(ps, name, written)
+        writer.add_file(name, written.size, slices)
+        writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places[drop:])
     return writer.commit()
 
 

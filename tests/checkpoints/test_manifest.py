@@ -246,7 +246,7 @@ def snapshots(pushes: int = 1) -> list[SnapshotState]:
 def wanted(
     tensor: str, offset: int, rows: int, key: Key, optimizer: int = -1, slot: str = ""
 ) -> Wanted:
-    return Wanted(tensor, (rows,), "float32", offset, key=key, optimizer=optimizer, slot=slot)
+    return Wanted(tensor, (rows,), "float32", offset, key, optimizer, slot)
 
 
 W = [wanted("model/w", 0, 3, (0, 0)), wanted("model/w", 3, 2, (0, 1))]
@@ -271,19 +271,18 @@ def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_sna
     *others, last = layout.arrays[0]
     assert last[1] == "zero@0"
     written = WrittenFile(0, tuple((8 * i, 8, i) for i in range(len(others) + 1)))
-    assert layout.slices(0, "f", written) == [("zero", Slice(0, 4, "f", 32, 8, 4))]
-    assert [place.item for place in layout.places(0, written)] == [item for item, _ in others]
+    slices, places = layout.lying_in(0, "f", written)
+    assert slices == [("zero", Slice(0, 4, "f", 32, 8, 4))]
+    assert [place.item for place in places] == [item for item, _ in others]
 
 
 def test_where_arrays_lie_is_told_of_tensors_and_of_the_snapshot() -> None:
     layout = Layout(snapshots(), W)
     written = WrittenFile(128, ((80, 16, 1), (96, 16, 2), (112, 16, 3)))
-    assert layout.slices(1, "ps-1", written) == [("model/w", Slice(3, 2, "ps-1", 80, 16, 1))]
-    assert layout.places(1, written) == [
-        Place(0, 80, 16, 1),
-        Place(1, 96, 16, 2),
-        Place(2, 112, 16, 3),
-    ]
+    assert layout.lying_in(1, "ps-1", written) == (
+        [("model/w", Slice(3, 2, "ps-1", 80, 16, 1))],
+        [Place(0, 80, 16, 1), Place(1, 96, 16, 2), Place(2, 112, 16, 3)],
+    )
 
 
 def test_an_array_may_be_part_of_two_tensors() -> None:
@@ -291,7 +290,7 @@ def test_an_array_may_be_part_of_two_tensors() -> None:
     layout = Layout(snapshots(), [*W, part])
     assert layout.arrays[1][0] == (0, "model/w@3")
     written = WrittenFile(56, ((8, 16, 5), (24, 16, 6), (40, 16, 7)))
-    assert layout.slices(1, "f", written) == [
+    assert layout.lying_in(1, "f", written)[0] == [
         ("model/w", Slice(3, 2, "f", 8, 16, 5)),
         ("part", Slice(0, 2, "f", 8, 16, 5)),
     ]

@@ -42,17 +42,20 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A slice that a data file is going to hold, as ``label``."""
+class Wanted:
+    """A slice of a tensor: the value of a shard, or a slot of it."""
 
     tensor: str
     shape: tuple[int, ...]  # of the slice
     dtype: str
     offset: int  # first row
+    key: Key  # of the shard
+    optimizer: int = -1  # whose slot it is
+    slot: str = ""
 
     @property
     def label(self) -> str:
-        """Its name in the file."""
+        """Its name in a data file."""
         return f"{self.tensor}@{self.offset}"
 
     @property
@@ -245,16 +248,14 @@ def check_state(name: str, state: Any) -> None:
     """
     try:
         json.dumps(state)
+        said = "" if _comes_back(state) else "it would be restored differently"
     except (TypeError, ValueError, RecursionError) as exc:
+        said = str(exc)
+    if said:
         raise CheckpointError(
-            f"checkpoint: the state of {name!r} cannot be saved: {exc}",
-            hint="use numbers, strings, None, lists, and dicts with string keys",
-        ) from exc
-    if not _comes_back(state):
-        raise CheckpointError(
-            f"checkpoint: the state of {name!r} would be restored differently",
-            hint=f"use lists instead of tuples, strings as keys, and at most {MAX_LEVELS} levels "
-            "of nesting",
+            f"checkpoint: the state of {name!r} cannot be saved: {said}",
+            hint="use numbers, strings, None, lists instead of tuples, dicts with strings as keys, "
+            f"and at most {MAX_LEVELS} levels of nesting",
         )
 
 
@@ -272,15 +273,6 @@ def _comes_back(state: Any, levels: int = MAX_LEVELS) -> bool:
 
 
 # --- layout of snapshots ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted(Planned):
-    """A slice of a tensor that is an array of a snapshot."""
-
-    key: Key  # of the shard
-    optimizer: int = -1  # whose slot it is
-    slot: str = ""
 
 
 class Layout:
@@ -314,21 +306,22 @@ class Layout:
         """
         return self._found.get((wanted.key, wanted.optimizer, wanted.slot))
 
-    def slices(self, ps: int, file: str, written: WrittenFile) -> list[tuple[str, Slice]]:
-        """Return what lies in the file of a ps of tensors, with their names."""
-        return [
-            user.slice_in(file, place)
-            for (item, _), place in zip(self.arrays[ps], written.places, strict=True)
-            for user in self._users.get((ps, item), ())
-        ]
+    def lying_in(
+        self, ps: int, file: str, written: WrittenFile
+    ) -> tuple[list[tuple[str, Slice]], list[Place]]:
+        """Return what lies in the file of a ps.
 
-    def places(self, ps: int, written: WrittenFile) -> list[Place]:
-        """Return where the arrays of a snapshot lie; constant ones are part of its state."""
-        return [
-            Place(item, *place)
-            for (item, _), place in zip(self.arrays[ps], written.places, strict=True)
-            if not self._snapshots[ps].items[item].is_constant
-        ]
+        Returns:
+            Slices of tensors, with their names; and arrays of the snapshot, but for constant ones,
+            which are part of its state.
+        """
+        slices: list[tuple[str, Slice]] = []
+        places = []
+        for (item, _), place in zip(self.arrays[ps], written.places, strict=True):
+            slices += [user.slice_in(file, place) for user in self._users.get((ps, item), ())]
+            if not self._snapshots[ps].items[item].is_constant:
+                places.append(Place(item, *place))
+        return slices, places
 
     def _arrays(self, ps: int) -> list[tuple[int, str]]:
         snapshot = self._snapshots[ps]

@@ -184,17 +184,15 @@ def _renamed(reader: Reader, prefixes: Sequence[str]) -> dict[str, Tensor]:
     for name, tensor in reader.manifest.tensors.items():
         for prefix in prefixes or ("",):
             stem = prefix.strip("/")
-            if not stem:
-                short = name
-            elif name == stem:
-                short = name.rsplit("/", 1)[-1]
-            elif name.startswith(f"{stem}/"):
-                short = name[len(stem) + 1 :]
+            if stem == name:
+                short = name.rpartition("/")[2]
+            elif not stem or name.startswith(f"{stem}/"):
+                short = name.removeprefix(f"{stem}/").replace("/", ".")
             else:
                 continue
-            if wanted.setdefault(short.replace("/", "."), tensor) is not tensor:
+            if wanted.setdefault(short, tensor) is not tensor:
                 raise CheckpointError(
-                    f"export: two tensors would be called {short.replace('/', '.')!r}",
+                    f"export: two tensors would be called {short!r}",
                     hint="export fewer prefixes at once",
                 )
     if not wanted:

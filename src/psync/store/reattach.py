@@ -427,8 +427,8 @@ class FormerStore:
         self._check(orders, store)
         for place in orders.dropped:
             self._shards.pop(place, None)
-            for at in [at for at in self._slots if at[0] == place]:
-                del self._slots[at]
+        dropped = set(orders.dropped)
+        self._slots = {at: slot for at, slot in self._slots.items() if at[0] not in dropped}
         for name, index, variable_id in orders.shards:
             shard = self._shards.pop((name, index), None)
             if shard is not None:
@@ -440,14 +440,13 @@ class FormerStore:
             if optimizer is not None:
                 store.take_up_optimizer(new, optimizer)
                 self._numbers[lineage, old] = new
-        for place, identity, name in list(self._slots):
-            if place in self._adopted and identity in self._numbers:
-                slot = self._slots.pop((place, identity, name))
-                self._adopted[place].slots[self._numbers[identity], name] = slot
-        for place, identity in list(self._pushes):
-            if place in self._adopted and identity in self._numbers:
-                count = self._pushes.pop((place, identity))
-                self._adopted[place].pushes[self._numbers[identity]] = count
+        adopted, numbers = self._adopted, self._numbers
+        for at in [at for at in self._slots if at[0] in adopted and at[1] in numbers]:
+            place, identity, name = at
+            adopted[place].slots[numbers[identity], name] = self._slots.pop(at)
+        for each in [at for at in self._pushes if at[0] in adopted and at[1] in numbers]:
+            place, identity = each
+            adopted[place].pushes[numbers[identity]] = self._pushes.pop(each)
 
     def drop(self) -> None:
         """Drop all that is here."""

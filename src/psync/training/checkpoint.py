@@ -507,8 +507,6 @@ def _with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
         if path not in tensors and name in tensors and name not in contents.arrays:
             found[name] = path
     found |= _renamed(contents, {path: name for name, path in found.items()}, reader)
-    if not found:
-        return reader.manifest
     kept = {name: tensor for name, tensor in tensors.items() if name not in found}
     named = {name: replace(tensors[was], name=name) for was, name in found.items()}
     return replace(reader.manifest, tensors=kept | named)
@@ -1237,9 +1235,10 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
                     await in_thread(data_file.extend, piece)
                 data_file.end_array()
             written = await in_thread(data_file.close)
-    writer.add_file(path.name, written.size, layout.slices(ps, path.name, written))
-    state, places = cut.snapshots[ps].to_bytes, layout.places(ps, written)
-    await in_thread(lambda: writer.add_snapshot(ps, f"{name}.json", state(), path.name, places))
+    slices, places = layout.lying_in(ps, path.name, written)
+    writer.add_file(path.name, written.size, slices)
+    state = await in_thread(cut.snapshots[ps].to_bytes)
+    await in_thread(writer.add_snapshot, ps, f"{name}.json", state, path.name, places)
 
 
 async def _write_parts(
