@@ -429,6 +429,7 @@ class FormerStore:
             self._shards.pop(place, None)
         dropped = set(orders.dropped)
         self._slots = {at: slot for at, slot in self._slots.items() if at[0] not in dropped}
+        self._pushes = {at: count for at, count in self._pushes.items() if at[0] not in dropped}
         for name, index, variable_id in orders.shards:
             shard = self._shards.pop((name, index), None)
             if shard is not None:
