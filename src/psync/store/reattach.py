@@ -92,7 +92,6 @@ class Decision:
     orders: list[Orders]  # for each ps
     adopted: list[VariableSpec] = field(default_factory=list)
     missing: list[VariableSpec] = field(default_factory=list)  # that are to be created
-    broken: list[VariableSpec] = field(default_factory=list)  # of these, those held in part
     extra: list[str] = field(default_factory=list)  # names of variables that will be dropped
     optimizers: dict[Identity, int] = field(default_factory=dict)  # adopted: number from now on
 
@@ -164,8 +163,6 @@ class Adoption:
                     shards[ps].append((spec.name, shard.index, spec.variable_id))
             else:
                 decision.missing.append(spec)
-                if held:
-                    decision.broken.append(spec)
                 for ps, shard in held:
                     dropped[ps].append((shard.variable, shard.index))
         decision.optimizers = self._match(optimizers, misfits, last=last)
@@ -191,10 +188,9 @@ class Adoption:
 
     def done(self, decision: Decision) -> None:
         """All ps tasks have done what was decided."""
-        for spec in (*decision.adopted, *decision.broken):
-            del self._shards[spec.name]
-        for name in decision.extra:
-            del self._shards[name]
+        known = [spec.name for spec in (*decision.adopted, *decision.missing)]
+        for name in known + decision.extra:
+            self._shards.pop(name, None)
         for identity in decision.optimizers:
             del self._optimizers[identity]
 
