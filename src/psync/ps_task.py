@@ -191,10 +191,7 @@ class PsTask:
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
             "hosted": {"diverged": self._host.diverged},
-            "snapshot": {
-                "written_bytes": self._snapshots.written_bytes,
-                "timeline": self.services.timeline,
-            },
+            "snapshot": self._snapshots.statistics(),
         }
 
     def _facts(self) -> dict[str, Any]:

@@ -116,9 +116,6 @@ class Snapshots:
     Args:
         process: Of the ps.
         ps: The ps: what it serves may be frozen, or replaced.
-
-    Attributes:
-        written_bytes: Of all files that this ps has written.
     """
 
     def __init__(self, process: PsProcess, ps: PsTask) -> None:
@@ -128,7 +125,7 @@ class Snapshots:
         self._work = process.work
         self._check_coordinator = process.check_coordinator
         self._cut: _Cut | None = None
-        self.written_bytes = 0
+        self._written_bytes = 0
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
 
@@ -148,6 +145,10 @@ class Snapshots:
         self._let_go()
         self._give_up()
         self._taken = 0
+
+    def statistics(self) -> dict[str, int]:
+        """Return bytes of all files that this ps has written, and how often it was rolled back."""
+        return {"written_bytes": self._written_bytes, "timeline": self._ps.services.timeline}
 
     # Frozen for a cut.
 
@@ -222,7 +223,7 @@ class Snapshots:
         if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
             return ()
         written = await asyncio.to_thread(write_items, path, cut.frozen, items)
-        self.written_bytes += written.size
+        self._written_bytes += written.size
         return [to_json(written)]
 
     # Restored.

@@ -128,7 +128,7 @@ def freeze(store: ShardStore, state: SnapshotState) -> Frozen:
         fills = []
         for optimizer, slot, array in _arrays_of(shard):
             constant = array.is_constant
-            fills.append((optimizer, slot, _element(array) if constant else None))
+            fills.append((optimizer, slot, element(array.fill, array.dtype) if constant else None))
             arrays.append([] if constant else array.export())
         spec = shard.spec
         shards.append(
@@ -173,8 +173,9 @@ def _arrays_of(shard: Shard) -> Iterator[tuple[int, str, BlockArray]]:
         yield optimizer, slot, array
 
 
-def _element(array: BlockArray) -> bytes:
-    return bytes(bytes_of(np.full(1, array.fill, array.dtype)))
+def element(fill: float | np.ndarray, dtype: np.dtype) -> bytes:
+    """Return an element as ``SnapshotItem.fill`` has it."""
+    return bytes(bytes_of(np.full(1, fill, dtype)))
 
 
 class Loaded:

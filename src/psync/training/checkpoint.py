@@ -87,7 +87,7 @@ from psync.schedules import Schedule, from_config
 from psync.specs import checked_integer, checked_kind, dtype_of, shortened
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
-from psync.store.snapshot import constant_views
+from psync.store.snapshot import constant_views, element
 from psync.store.snapshot_state import SnapshotItem, SnapshotState
 
 logger = logging.getLogger(__name__)
@@ -1205,7 +1205,7 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
                 hint="it was declared while the checkpoint was saved: save again",
             )
         if found is None:
-            fill = np.full(1, part.fill, dtype_of(part.dtype)).tobytes()
+            fill = element(part.fill, dtype_of(part.dtype))
             item = SnapshotItem(part.key, part.optimizer, part.slot, part.shape, part.dtype, fill)
             own[part] = iter(constant_views(item))  # as it is before the first push
         elif part.compute is not None:
