@@ -191,7 +191,7 @@ class PsTask:
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
             "hosted": {"diverged": self._host.diverged},
-            "snapshot": {**self._snapshots.statistics(), "timeline": self.services.timeline},
+            "snapshot": self._snapshots.statistics(),
         }
 
     def _facts(self) -> dict[str, Any]:

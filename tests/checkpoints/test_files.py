@@ -35,7 +35,7 @@ from psync.checkpoints.files import (
     stored_snapshots,
     unmark_last,
 )
-from psync.checkpoints.manifest import Layout, Place, Planned, Snapshot
+from psync.checkpoints.manifest import Layout, Place, Slice, Snapshot
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.ps.snapshots import read_items, write_items
 from psync.specs import ShardSpec
@@ -52,11 +52,8 @@ def save(directory: Path, number: int = 1) -> Path:
     """A checkpoint of W in two files, and a scalar."""
     shapes = {"w": ((10, 2), "float32"), "scalar": ((), "int64")}
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": 3})
-    first = (Planned("w", (4, 2), "float32", 0), W[:4])
-    scalar = (Planned("scalar", (), "int64", 0), np.array(7))
-    add_data(writer, "data-0.safetensors", first, scalar)
-    rest = (Planned("w", (6, 2), "float32", 4), iter([W[4:5], W[5:]]))
-    add_data(writer, "data-1.safetensors", rest)
+    add_data(writer, "data-0.safetensors", ("w", 0, W[:4]), ("scalar", 0, 7))
+    add_data(writer, "data-1.safetensors", ("w", 4, W[4:]))
     return writer.commit()
 
 
@@ -84,14 +81,14 @@ def test_other_programs_read_the_files(saved: Path) -> None:
 def test_bfloat16_survives(tmp_path: Path) -> None:
     values = np.array([1.5, -2.0, 3e38], ml_dtypes.bfloat16)
     writer = Writer(tmp_path, "ckpt-1", 1, {"b": ((3,), "bfloat16")})
-    add_data(writer, "data", (Planned("b", (3,), "bfloat16", 0), values))
+    add_data(writer, "data", ("b", 0, values))
     reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["b"], 0, 3), values)
 
 
 def test_a_tensor_without_elements_is_one_too(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"e": ((0, 3), "float32")})
-    add_data(writer, "data", (Planned("e", (0, 3), "float32", 0), np.zeros((0, 3), "f4")))
+    add_data(writer, "data", ("e", 0, np.zeros((0, 3), "f4")))
     reader = Reader(writer.commit())
     assert reader.read(reader.manifest.tensors["e"], 0, 0).shape == (0, 3)
 
@@ -100,20 +97,20 @@ class TestCompleteOrAbsent:
     @pytest.mark.promise("checkpoints.complete-or-absent")
     def test_until_commit_there_is_none(self, tmp_path: Path) -> None:
         writer = Writer(tmp_path, "ckpt-00000002", 1)
-        add_data(writer, "data", (Planned("w", (10, 2), "float32", 0), W))
-        assert checkpoints_in(tmp_path, "ckpt") == []
+        add_data(writer, "data", ("w", 0, W))
+        assert checkpoints_in(tmp_path) == []
         writer.abandon()
         assert list(tmp_path.iterdir()) == []
 
     def test_what_an_interrupted_save_left_is_in_nobodys_way(self, tmp_path: Path) -> None:
         (tmp_path / "ckpt-00000001.tmp").mkdir()
         (tmp_path / "ckpt-00000001.tmp" / "data-0.safetensors").write_bytes(b"half")
-        assert checkpoints_in(tmp_path, "ckpt") == []
+        assert checkpoints_in(tmp_path) == []
         assert Reader(save(tmp_path)).manifest.number == 1
 
     def test_a_directory_without_commit_is_none(self, saved: Path) -> None:
         (saved / "COMMIT").unlink()
-        assert checkpoints_in(saved.parent, "ckpt") == []
+        assert checkpoints_in(saved.parent) == []
         with pytest.raises(CheckpointNotFound, match="never completed"):
             Reader(saved)
 
@@ -125,8 +122,8 @@ class TestCompleteOrAbsent:
         for number in (2, 10, 1):
             save(tmp_path, number)
         (tmp_path / "ckpt-notes").mkdir()
-        assert [number for number, _ in checkpoints_in(tmp_path, "ckpt")] == [1, 2, 10]
-        assert checkpoints_in(tmp_path / "nowhere", "ckpt") == []
+        assert [number for number, _ in checkpoints_in(tmp_path)] == [1, 2, 10]
+        assert checkpoints_in(tmp_path / "nowhere") == []
 
 
 class TestDamage:
@@ -189,17 +186,16 @@ def test_the_mark_of_the_last_one_comes_and_goes_with_it(saved: Path) -> None:
 
 
 def test_bytes_that_were_not_planned_are_refused(tmp_path: Path) -> None:
-    planned = [Planned("w", (10, 2), "float32", 0)]
     with (
         pytest.raises(CheckpointError, match="expected 80 bytes, got 72"),
-        DataFile(tmp_path / "data", planned) as data_file,
+        DataFile(tmp_path / "data", {"w": ((10, 2), "float32")}) as data_file,
     ):
         data_file.write(W[:9])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_without_a_slice_is_not_complete(tmp_path: Path) -> None:
-    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    data_file = DataFile(tmp_path / "data", {"w": ((10, 2), "float32")})
     with pytest.raises(CheckpointError, match="'w' was not written"):
         data_file.close()
 
@@ -214,7 +210,7 @@ def fill_disk(of: DataFile) -> None:
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    data_file = DataFile(tmp_path / "data", {"w": ((10, 2), "float32")})
     fill_disk(data_file)
     data_file.write(W)
     with pytest.raises(CheckpointError, match="No space left on device"):
@@ -224,7 +220,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
 def test_what_is_left_in_memory_when_the_disk_is_full_is_no_second_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    data_file = DataFile(tmp_path / "data", {"w": ((10, 2), "float32")})
 
     def fail() -> None:
         with data_file:
@@ -300,21 +296,20 @@ def test_an_error_of_the_disk_has_its_own_remedy(code: int, hint: str | None) ->
 SIX = np.arange(6, dtype=np.float32)
 
 
-def written_by_another(writer: Writer, name: str) -> DataFile:
-    """A file that a ps has written: what a tensor needs, and what only the snapshot needs."""
-    planned = [Planned("w", (6,), "float32", 0), Planned("~/m", (6,), "float32", 0)]
+def written_by_another(writer: Writer, name: str, uses: int = 1) -> list[Place]:
+    """Add a file of a ps: what a tensor needs, if one uses it, and what only its snapshot needs."""
+    planned = dict.fromkeys(("w@0", "~/m@0"), ((6,), "float32"))
     data_file = DataFile(writer.temporary / name, planned)
     data_file.write(SIX)
     data_file.write(-SIX)
-    return data_file
+    size, places = data_file.close()
+    writer.add_file(name, size, [("w", Slice(0, 6, name, *places[0]))] * uses)
+    return [Place(i, *place) for i, place in enumerate(places)]
 
 
 def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
-    data_file = written_by_another(writer, "ps-0.safetensors")
-    writer.add_file("ps-0.safetensors", data_file.close(), data_file.slices[:1])
-    places = [Place(i, piece.start, piece.nbytes, piece.crc32) for i, (_, piece) in
-              enumerate(data_file.slices)]  # fmt: skip
+    places = written_by_another(writer, "ps-0.safetensors")
     writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
     reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["w"], 0, 6), SIX)
@@ -328,8 +323,7 @@ def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
 def test_snapshots_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1)
     for ps in (1, 0):
-        data_file = written_by_another(writer, f"ps-{ps}")
-        writer.add_file(f"ps-{ps}", data_file.close(), [])
+        written_by_another(writer, f"ps-{ps}", uses=0)
         writer.add_snapshot(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
     snapshots = Reader(writer.commit()).manifest.snapshots
     assert [snapshot.data for snapshot in snapshots] == ["ps-0", "ps-1"]
@@ -338,9 +332,8 @@ def test_snapshots_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path
 def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_path: Path) -> None:
     for number, spoil in enumerate((os.unlink, lambda path: os.truncate(path, 100))):
         writer = Writer(tmp_path, f"ckpt-{number}", 1, {"w": ((6,), "float32")})
-        data_file = written_by_another(writer, "ps-0")
-        writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
-        spoil(data_file.path)
+        written_by_another(writer, "ps-0")
+        spoil(writer.temporary / "ps-0")
         with pytest.raises(
             CheckpointError, match=r"looking at .*ps-0|were written by the ps, 100 are"
         ):
@@ -361,20 +354,20 @@ def test_a_file_whose_machine_dies_before_its_name_is_synced_leaves_no_checkpoin
     tmp_path: Path,
 ) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
-    data_file = written_by_another(writer, "ps-0")
-    writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
+    written_by_another(writer, "ps-0")
     token = current_disk.set(NameLost())
     try:
         with pytest.raises(CheckpointError, match=r"looking at .*ps-0"):
             writer.commit()
     finally:
         current_disk.reset(token)
-    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert checkpoints_in(tmp_path) == []
 
 
 def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1)
-    data_file = written_by_another(writer, "ps-0")
+    data_file = DataFile(writer.temporary / "ps-0", {"w": ((6,), "float32")})
+    data_file.write(SIX)
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="No such file or directory"):
@@ -412,7 +405,7 @@ def test_until_it_has_its_name_it_does_not_exist(tmp_path: Path, place: str) -> 
     writer = SabotagedParts(Failpoints(f"{place}=error")).of(Writer)(tmp_path, "ckpt-1", 1)
     with pytest.raises(FailpointError, match=place):
         writer.commit()
-    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert checkpoints_in(tmp_path) == []
     assert Reader(Writer(tmp_path, "ckpt-1", 1).commit()).manifest.number == 1
 
 
@@ -476,8 +469,7 @@ def disk() -> Recorder:
 
 def save_small(directory: Path) -> Path:
     writer = Writer(directory, "ckpt-00000001", 1, {"a": ((2,), "float32")})
-    zeros = (Planned("a", (2,), "float32", 0), np.zeros(2, np.float32))
-    add_data(writer, "data.safetensors", zeros)
+    add_data(writer, "data.safetensors", ("a", 0, np.zeros(2, np.float32)))
     return writer.commit()
 
 
@@ -511,7 +503,7 @@ def test_one_that_is_removed_cannot_come_back_without_its_files(
     assert disk.done == [
         ("rename", doomed), ("sync_directory", tmp_path.name), ("remove_tree", doomed)
     ]  # fmt: skip
-    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert checkpoints_in(tmp_path) == []
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -542,10 +534,10 @@ def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: i
     writer = Writer(directory, f"ckpt-{number:08d}", number)
     for ps, each in enumerate(frozen):
         name = f"ps-{ps}.safetensors"
-        size, written = write_items(writer.temporary / name, each, layout.arrays[ps])
-        writer.add_file(name, size, [])
-        places = layout.places(ps, written)[drop:]
-        writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
+        written = write_items(writer.temporary / name, each, layout.arrays[ps])
+        slices, places = layout.lying_in(ps, name, written)
+        writer.add_file(name, written.size, slices)
+        writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places[drop:])
     return writer.commit()
 
 
@@ -610,7 +602,6 @@ class TestSavedSnapshots:
         found = snapshots()
         assert found is not None
         assert found[0].file.parent == snapshots.handed == tmp_path / "ckpt-00000003"
-        assert snapshots.asked == 1
 
     def test_one_that_is_gone_or_damaged_is_passed_over(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

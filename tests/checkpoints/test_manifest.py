@@ -22,6 +22,7 @@ from psync.checkpoints.manifest import (
     Snapshot,
     Tensor,
     Wanted,
+    WrittenFile,
     changed_rate,
     check_state,
     commit_line,
@@ -126,41 +127,41 @@ def changed(path: list[Any], value: Any) -> bytes:
     "path, value, text",
     [
         (["format"], "zip", "format: expected 'psync checkpoint', got 'zip'"),
-        (["version"], "1", "version: expected a whole number from 0, got '1'"),
-        (["number"], -1, "number: expected a whole number from 0, got -1"),
-        (["number"], True, "number: expected a whole number from 0, got True"),
-        (["files"], [], "files: expected an object, got"),
+        (["version"], "1", "version: expected `int`, got '1'"),
+        (["number"], -1, "number: expected `int` >= 0, got -1"),
+        (["number"], True, "number: expected `int`, got True"),
+        (["files"], [], "files: expected `object`, got"),
         (["files", "../data"], 1, "name of a file: expected letters"),
         (["files", ".data"], 1, "name of a file: expected letters"),
-        (["tensors"], {}, "tensors: expected a list"),
-        (["tensors", 0], 3, r"tensors\[0\]: expected an object, got 3"),
-        (["tensors", 0, "name"], "", r"tensors\[0\].name: expected text"),
+        (["tensors"], {}, "tensors: expected `array`"),
+        (["tensors", 0], 3, r"tensors\[0\]: expected `object`, got 3"),
+        (["tensors", 0, "name"], "", r"tensors\[0\].name: expected `str` of length >= 1, got ''"),
         (
             ["tensors", 0, "shape"],
             [1 << 70, 2],
-            r"tensors\[0\].shape\[0\]: expected a whole number",
+            r"tensors\[0\].shape\[0\]: expected `int` <= 9223",
         ),
         (["tensors", 0, "dtype"], "object", "tensor 'w': dtype 'object' is not supported"),
-        (["tensors", 0, "slices", 0], [0, 4], r"slices\[0\]: expected a list of 6 entries"),
+        (["tensors", 0, "slices", 0], [0, 4], r"slices\[0\]: expected `array` of length 6"),
         (["tensors", 0, "slices", 0, 0], 1, "expected a slice from row 0, got 1"),
         (["tensors", 0, "slices", 0, 4], 9, "expected 8 bytes for 4 rows, got 9"),
         (["tensors", 0, "slices", 0, 2], "data-77", "not that large, or is not listed"),
         (["tensors", 0, "slices", 0, 3], 5000, "not that large, or is not listed"),
         (["tensors", 0, "shape"], [11, 2], "expected 11 rows, got 10"),
-        (["images"], {}, "images: expected a list"),
-        (["images", 0], 3, r"images\[0\]: expected an object, got 3"),
+        (["images"], {}, "images: expected `array`"),
+        (["images", 0], 3, r"images\[0\]: expected `object`, got 3"),
         (["images", 0, "data"], "data-77", "file of a snapshot: expected one that is listed"),
         (["images", 0, "state"], "a/b", "file of a snapshot: expected one that is listed"),
-        (["images", 0, "crc32"], None, r"images\[0\].crc32: expected a whole number"),
-        (["images", 0, "places"], 3, r"images\[0\].places: expected a list"),
+        (["images", 0, "crc32"], None, r"images\[0\].crc32: expected `int`, got None"),
+        (["images", 0, "places"], 3, r"images\[0\].places: expected `array`"),
         (
             ["images", 0, "places", 0],
             [0, 8, 40],
-            r"images\[0\].places\[0\]: expected a list of 4 entries",
+            r"images\[0\].places\[0\]: expected `array` of length 4",
         ),
-        (["images", 0, "places", 0, 1], -1, r"places\[0\].start: expected a whole number"),
+        (["images", 0, "places", 0, 1], -1, r"places\[0\]\[1\]: expected `int` >= 0, got -1"),
         (["images", 0, "places", 0, 2], 993, "expected one within 1000 bytes"),
-        (["states"], "x" * 200, r"states: expected an object, got 'x+\.\.\."),
+        (["states"], "x" * 200, r"states: expected `object`, got 'x+\.\.\."),
     ],
 )
 def test_what_is_not_as_it_must_be_is_named(path: list[Any], value: Any, text: str) -> None:
@@ -245,7 +246,7 @@ def snapshots(pushes: int = 1) -> list[SnapshotState]:
 def wanted(
     tensor: str, offset: int, rows: int, key: Key, optimizer: int = -1, slot: str = ""
 ) -> Wanted:
-    return Wanted(tensor, (rows,), "float32", offset, key=key, optimizer=optimizer, slot=slot)
+    return Wanted(tensor, (rows,), "float32", offset, key, optimizer, slot)
 
 
 W = [wanted("model/w", 0, 3, (0, 0)), wanted("model/w", 3, 2, (0, 1))]
@@ -269,27 +270,27 @@ def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_sna
     layout = Layout(snapshots(), [wanted("zero", 0, 4, (2, 0))])
     *others, last = layout.arrays[0]
     assert last[1] == "zero@0"
-    written = [(8 * i, 8, i) for i in range(len(others) + 1)]
-    assert layout.slices(0, "f", written) == [("zero", Slice(0, 4, "f", 32, 8, 4))]
-    assert [place.item for place in layout.places(0, written)] == [item for item, _ in others]
+    written = WrittenFile(0, tuple((8 * i, 8, i) for i in range(len(others) + 1)))
+    slices, places = layout.lying_in(0, "f", written)
+    assert slices == [("zero", Slice(0, 4, "f", 32, 8, 4))]
+    assert [place.item for place in places] == [item for item, _ in others]
 
 
 def test_where_arrays_lie_is_told_of_tensors_and_of_the_snapshot() -> None:
     layout = Layout(snapshots(), W)
-    written = [(80, 16, 1), (96, 16, 2), (112, 16, 3)]
-    assert layout.slices(1, "ps-1", written) == [("model/w", Slice(3, 2, "ps-1", 80, 16, 1))]
-    assert layout.places(1, written) == [
-        Place(0, 80, 16, 1),
-        Place(1, 96, 16, 2),
-        Place(2, 112, 16, 3),
-    ]
+    written = WrittenFile(128, ((80, 16, 1), (96, 16, 2), (112, 16, 3)))
+    assert layout.lying_in(1, "ps-1", written) == (
+        [("model/w", Slice(3, 2, "ps-1", 80, 16, 1))],
+        [Place(0, 80, 16, 1), Place(1, 96, 16, 2), Place(2, 112, 16, 3)],
+    )
 
 
 def test_an_array_may_be_part_of_two_tensors() -> None:
     part = wanted("part", 0, 2, (0, 1))  # a shard that is saved as a variable of its own, too
     layout = Layout(snapshots(), [*W, part])
     assert layout.arrays[1][0] == (0, "model/w@3")
-    assert layout.slices(1, "f", [(8, 16, 5), (24, 16, 6), (40, 16, 7)]) == [
+    written = WrittenFile(56, ((8, 16, 5), (24, 16, 6), (40, 16, 7)))
+    assert layout.lying_in(1, "f", written)[0] == [
         ("model/w", Slice(3, 2, "f", 8, 16, 5)),
         ("part", Slice(0, 2, "f", 8, 16, 5)),
     ]

@@ -15,7 +15,6 @@ import safetensors.numpy
 
 from data_files import add_data
 from psync.checkpoints.files import Writer
-from psync.checkpoints.manifest import Planned
 from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.specs import dtype_name
@@ -37,12 +36,10 @@ def save(
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, states)
     pieces = []
     for name, value in tensors.items():
-        dtype = dtype_name(value.dtype)
         if value.ndim == 2:
-            pieces += [(Planned(name, (4, 2), dtype, 0), value[:4]),
-                       (Planned(name, (len(value) - 4, 2), dtype, 4), value[4:])]  # fmt: skip
+            pieces += [(name, 0, value[:4]), (name, 4, value[4:])]
         else:
-            pieces.append((Planned(name, value.shape, dtype, 0), value))
+            pieces.append((name, 0, value))
     add_data(writer, "data", *pieces)
     return writer.commit()
 

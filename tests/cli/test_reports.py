@@ -17,7 +17,6 @@ from rich.console import Console
 
 from data_files import add_data
 from psync.checkpoints.files import Writer
-from psync.checkpoints.manifest import Planned
 from psync.cli import main as command_line
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
@@ -36,8 +35,7 @@ from traced_by_hand import CHIEF, ByHand
 def save(directory: Path, number: int, value: float) -> str:
     shapes = {"model/w": ((4,), "float32")}
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": number})
-    w = (Planned("model/w", (4,), "float32", 0), np.full(4, value, np.float32))
-    add_data(writer, "data", w)
+    add_data(writer, "data", ("model/w", 0, np.full(4, value, np.float32)))
     return str(writer.commit())
 
 

@@ -114,8 +114,8 @@ async def test_what_is_damaged_is_refused_and_what_is_served_stays(tmp_path: Pat
             (good, "the value of shard 0 of variable 0: expected checksum"),
             ([(0, start, nbytes - 4, crc)], "expected 3145728 bytes, got 3145724"),
             ([], "variable 0 is not in the file"),
-            ([(0, -1, nbytes, crc)], r"\[0\].start: expected a whole number from 0"),
-            ([(0, start)], "a list of 4 entries"),
+            ([(0, -1, nbytes, crc)], r"\[0\]\[1\]: expected `int` >= 0, got -1"),
+            ([(0, start)], "`array` of length 4"),
         ):
             with pytest.raises(CheckpointCorrupt, match=named):
                 await prepare(cluster, state, path, places)

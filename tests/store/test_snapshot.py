@@ -50,7 +50,7 @@ def loaded(state: SnapshotState) -> Loaded:
 
 
 def fill(target: Loaded, source: Frozen) -> None:
-    for place in target.wanted():
+    for place in list(target.wanted):
         list(target.write(place, 0, memoryview(b"".join(source.views(place)))))
 
 
@@ -251,7 +251,7 @@ class TestFrozen:
         assert len({bytes_of(view).ctypes.data for view in views}) == 1
         assert (bytes_of(views[-1]).view(np.float32) == 0.5).all()
         copy = loaded(snapshot.state)
-        assert copy.wanted() == []
+        assert list(copy.wanted) == []
         copy.check_whole("a copy of what is constant")
         assert copy.store.shards()[T.key].values.num_made == 0
         assert array_of(copy.store.read_range(T.key, 7_999_999, 8_000_000)).tolist() == [0.5] * 64
@@ -303,16 +303,15 @@ class TestLoaded:
         snapshot = frozen(store)
         whole = b"".join(map(bytes, snapshot.views(1)))
         made = loaded(snapshot.state)
-        assert made.wanted() == [0, 1]
+        assert list(made.wanted) == [0, 1]
         cuts = [0, 5, BLOCK_BYTES, 2 * BLOCK_BYTES + 7, len(whole)]
         for start, stop in itertools.pairwise(cuts):
-            assert made.wanted() == [0, 1]
+            assert list(made.wanted) == [0, 1]
             for _ in made.write(1, start, memoryview(whole)[start:stop]):
                 pass
         for _ in made.write(1, 4, memoryview(whole)[4:9]):
             pass
-        assert made.wanted() == [0]
-        assert made.is_wanting
+        assert list(made.wanted) == [0]
         assert b"".join(map(bytes, made.store.read(V.key))) == whole
 
     def test_a_gap_is_refused(self, store: ShardStore) -> None:
@@ -321,7 +320,7 @@ class TestLoaded:
             pass
         with pytest.raises(UsageError, match="bytes from 25 on follow 23"):
             next(made.write(0, 25, memoryview(bytes(19))))
-        assert made.wanted() == [0]
+        assert list(made.wanted) == [0]
         with pytest.raises(UsageError, match=r"the copy is incomplete: .* is missing"):
             made.check_whole("the copy")
 

@@ -27,7 +27,6 @@ from psync.store.snapshot_state import (
     unpack_answer,
 )
 from psync.store.sync_config import SyncConfig
-from psync.store.untrusted_json import Signed
 from psync.wire.codec import encode
 from psync.wire.messages import Done, Pushed
 
@@ -61,12 +60,12 @@ STATE = SnapshotState(
         SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),
         SenderState("/job:worker/task:1", 22, 0, ()),
     ),
-    variable_sets=((Signed(-77), ("h", "flags")), (Signed(12), ())),
+    variable_sets=((-77, ("h", "flags")), (12, ())),
     calls=((3, 0, 0), (3, 1, 1), (4, 0, 0)),
     final_below=3,
     kept=((1, 2), (2, 1)),
     parts=((3, 1, 2),),
-    accumulators=((b"definition", Signed(4)), (b"another", Signed(-4))),
+    accumulators=((b"definition", 4), (b"another", -4)),
     groups=((5, GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}),),
     counted=((5, 3, 2, b"\0\xff"),),
     failures=(("a call", 3, 1, b"failed"), ("/job:worker/task:0", 21, 7, b"too")),
@@ -167,7 +166,7 @@ SHARD = ("shards", 0)
 DAMAGE = [
     (
         at("counts", 0, 1, 4, 0, 0, value=[-1]),
-        r"counts\[0\]\[1\]\[4\]\[0\]\[0\]\[0\]: expected a wh",
+        r"counts\[0\]\[1\]\[4\]\[0\]\[0\]\[0\]: expected `int` >= 0, got -1",
     ),
     (at("format", value="psync checkpoint"), "format: expected 'psync image'"),
     (at("shards", value=twice), "a shard: expected each once, got '3 of 2'"),

@@ -173,7 +173,7 @@ def through_bytes(store: ShardStore) -> ShardStore:
     frozen = freeze(store, NOTHING)
     state = SnapshotState.from_bytes(frozen.state.to_bytes(), "here")
     loaded = Loaded(state, ShardStore(TASK), Ledger(), lambda data: data)
-    for place in loaded.wanted():
+    for place in list(loaded.wanted):
         whole = b"".join(frozen.views(place))
         list(loaded.write(place, 0, memoryview(whole)))
     return loaded.store

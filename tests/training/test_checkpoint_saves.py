@@ -26,7 +26,6 @@ from psync.net.platform import Platform
 from psync.ps import snapshots as ps_snapshots
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import SabotagedParts, failpoints_of
-from psync.training import checkpoint as checkpoints
 from psync.training.checkpoint import TRIES
 
 pytestmark = pytest.mark.virtual_time
@@ -492,7 +491,7 @@ async def test_snapshots_hold_what_was_not_asked_for_and_inspection_finds_damage
 async def test_slots_before_the_first_push_are_what_they_begin_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "BLOCK_ELEMENTS", 4)  # so that there are several parts
+    monkeypatch.setattr("psync.store.snapshot.BLOCK_BYTES", 16)  # so that there are several parts
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
         with strategy.scope():
             w = psync.Variable(TABLE, name="w")
@@ -506,20 +505,6 @@ async def test_slots_before_the_first_push_are_what_they_begin_with(
             values["adagrad"][slot]["w"], np.full((7, 2), 0.25, np.float32)
         )
         await checkpoint.restore(path)
-
-
-async def test_large_computed_parts_are_spread_over_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "FILE_BYTES", 64)
-    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(TABLE, name="w")
-        checkpoint = psync.Checkpoint(w=w, adam=psync.optimizers.Adam(0.1))
-        path = await checkpoint.save(tmp_path)
-        assert len(list(path.glob("data-*.safetensors"))) == 2
-        await checkpoint.restore(path)
-        np.testing.assert_array_equal(await w.read(), TABLE)
 
 
 async def test_a_mean_of_integers_is_rounded(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class _Backup:
         """Hold what it begins with, if all of it is there."""
         loaded, order = self.loaded, self.order
         beside = sum(map(len, self._live[1:]))
-        if loaded is None or loaded.is_wanting or beside < order.beside:
+        if loaded is None or loaded.wanted or beside < order.beside:
             return
         self.loaded = None
         attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)

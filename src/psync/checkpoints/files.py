@@ -31,11 +31,13 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import stat
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,10 +50,10 @@ from psync.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     Place,
-    Planned,
     Slice,
     Snapshot,
     Tensor,
+    WrittenFile,
     commit_line,
     read_manifest,
 )
@@ -198,33 +200,32 @@ _REMEDIES = {
 
 
 class DataFile:
-    """A data file that is being written: slices in the order in which they were planned.
+    """A data file that is being written: arrays in the order in which they were planned.
 
     A context manager, which leaves nothing of the file if an error ends it.
 
     Args:
         path: Of the file, which is made when it is first written to.
-        planned: What it is going to hold.
+        planned: Shape and dtype of each array that it is going to hold, by name.
     """
 
-    def __init__(self, path: Path, planned: Sequence[Planned]) -> None:
+    def __init__(self, path: Path, planned: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         self.path = path
-        self._planned = list(planned)
-        self.slices: list[tuple[str, Slice]] = []  # written, with their tensors' names
+        self._planned: list[tuple[str, int]] = []  # (name, bytes)
+        self._places: list[tuple[int, int, int]] = []  # of those that are written
         entries: dict[str, Any] = {}
         at = 0
-        for piece in planned:
-            entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
-                "dtype": _NAMES[piece.dtype],
-                "shape": list(piece.shape),
-                "data_offsets": [at, at + piece.nbytes],
-            }
-            at += piece.nbytes
+        for name, (shape, dtype) in planned.items():
+            nbytes = math.prod(shape) * dtype_of(dtype).itemsize
+            offsets = [at, at + nbytes]
+            entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
+            self._planned.append((name, nbytes))
+            at += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)  # so that the data are aligned
         self._header = len(text).to_bytes(8, "little") + text
         self._at = len(self._header)
-        self._nbytes = self._crc = 0  # of the slice that is being written
+        self._nbytes = self._crc = 0  # of the array that is being written
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
@@ -244,17 +245,17 @@ class DataFile:
         return self._file
 
     def write(self, data: Any) -> None:
-        """Write the next slice: an array or a buffer of its bytes, or an iterator over such parts.
+        """Write the next array: itself or a buffer of its bytes, or an iterator over such parts.
 
         Raises:
             CheckpointError: The disk is full, or fails; or the size is not what was planned.
         """
         for part in data if isinstance(data, Iterator) else [data]:
             self.extend(part)
-        self.end_slice()
+        self.end_array()
 
     def extend(self, part: Any) -> None:
-        """Write a part of the next slice, which ``end_slice`` ends.
+        """Write a part of the next array, which ``end_array`` ends.
 
         Raises:
             CheckpointError: The disk is full, or fails.
@@ -265,40 +266,32 @@ class DataFile:
             self._nbytes += view.nbytes
             self._opened().write(view)
 
-    def end_slice(self) -> None:
-        """Note a slice, all parts of which are written.
+    def end_array(self) -> None:
+        """Note an array, all parts of which are written.
 
         Raises:
             CheckpointError: The size is not what was planned.
         """
-        piece = self._planned[len(self.slices)]
-        if self._nbytes != piece.nbytes:
+        name, nbytes = self._planned[len(self._places)]
+        if self._nbytes != nbytes:
             raise CheckpointError(
-                f"{self.path}: {piece.tensor!r} from row {piece.offset}: expected {piece.nbytes} "
-                f"bytes, got {self._nbytes}"
+                f"{self.path}: {name!r}: expected {nbytes} bytes, got {self._nbytes}"
             )
-        written = Slice(piece.offset, piece.rows, self.path.name, self._at, self._nbytes, self._crc)
-        self.slices.append((piece.tensor, written))
-        self._at += self._nbytes
+        self._places.append((self._at, nbytes, self._crc))
+        self._at += nbytes
         self._nbytes = self._crc = 0
 
-    def close(self) -> int:
-        """Sync the file to disk and return its size in bytes.
+    def close(self) -> WrittenFile:
+        """Sync the file to disk and return what it holds.
 
         Raises:
-            CheckpointError: The disk is full, or fails; or a slice was not written.
+            CheckpointError: The disk is full, or fails; or an array was not written.
         """
-        if len(self.slices) < len(self._planned):
-            raise CheckpointError(
-                f"{self.path}: {self._planned[len(self.slices)].tensor!r} was not written"
-            )
+        for name, _ in self._planned[len(self._places) :]:
+            raise CheckpointError(f"{self.path}: {name!r} was not written")
         with disk_errors(f"writing {self.path}"), self._opened() as file:
             current_disk.get().sync(file)
-        return self._at
-
-    def places(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the first byte, bytes and crc32 of each slice."""
-        return tuple((piece.start, piece.nbytes, piece.crc32) for _, piece in self.slices)
+        return WrittenFile(self._at, tuple(self._places))
 
 
 @dataclass(slots=True)
@@ -325,7 +318,7 @@ class Writer:
     states: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
-    _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
+    _slices: dict[str, list[Slice]] = field(default_factory=lambda: defaultdict(list))  # by tensor
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by ps
 
     def __post_init__(self) -> None:
@@ -362,7 +355,8 @@ class Writer:
             slices: What lies in it of tensors, with their names.
         """
         self._sizes[name] = size
-        self._slices += slices
+        for tensor, piece in slices:
+            self._slices[tensor].append(piece)
 
     def add_snapshot(
         self, ps: int, name: str, state: bytes, data: str, places: list[Place]
@@ -421,19 +415,12 @@ class Writer:
                 )
 
     def _manifest(self) -> Manifest:
-        slices: dict[str, list[Slice]] = {name: [] for name in self.tensors}
-        for tensor, piece in self._slices:
-            slices[tensor].append(piece)
-        return Manifest(
-            self.number,
-            {
-                name: Tensor(name, shape, dtype, tuple(sorted(slices[name])))  # by their offsets
-                for name, (shape, dtype) in self.tensors.items()
-            },
-            self.states,
-            self._sizes,
-            tuple(self._snapshots[ps] for ps in sorted(self._snapshots)),
-        )
+        tensors = {
+            name: Tensor(name, shape, dtype, tuple(sorted(self._slices[name])))  # by their offsets
+            for name, (shape, dtype) in self.tensors.items()
+        }
+        snapshots = tuple(self._snapshots[ps] for ps in sorted(self._snapshots))
+        return Manifest(self.number, tensors, self.states, self._sizes, snapshots)
 
     def abandon(self) -> None:
         """Throw away what was written."""
@@ -530,7 +517,7 @@ class Reader:
         nothing = np.empty(0, np.uint8)
         for piece in tensor.slices:
             if piece not in self._checked:
-                self._read_slice(tensor, piece, (0, 0), nothing)
+                self._read_slice(tensor, piece, 0, nothing)
 
     def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
         """Return rows ``start`` to ``stop`` of a tensor, a new array; of a scalar: the scalar.
@@ -543,30 +530,26 @@ class Reader:
         """
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         result = np.empty(shape, dtype_of(tensor.dtype))
-        if not result.nbytes:
-            return result
         flat = result.reshape(-1).view(np.uint8)
         row_bytes = tensor.row_bytes
         for piece, first, count in tensor.rows_in(start, stop):
-            wanted = (first * row_bytes, (first + count) * row_bytes)
             at = (piece.offset + first - start) * row_bytes
-            self._read_slice(tensor, piece, wanted, flat[at : at + count * row_bytes])
+            target = flat[at : at + count * row_bytes]
+            self._read_slice(tensor, piece, first * row_bytes, target)
         return result
 
-    def _read_slice(
-        self, tensor: Tensor, piece: Slice, wanted: tuple[int, int], target: np.ndarray
-    ) -> None:
-        """Copy the bytes from ``wanted[0]`` to ``wanted[1]`` of a slice."""
-        path, is_checked = self.path / piece.file, piece in self._checked
-        first, last = wanted
-        at, stop = wanted if is_checked else (0, piece.nbytes)
+    def _read_slice(self, tensor: Tensor, piece: Slice, start: int, target: np.ndarray) -> None:
+        """Copy bytes of a slice from ``start`` on."""
+        is_checked, stop = piece in self._checked, start + target.size
+        at, nbytes = (start, target.size) if is_checked else (0, piece.nbytes)
         what = f"tensor {tensor.name!r} from row {piece.offset}"
         for read in read_pieces(
-            path, piece.start + at, stop - at, what, piece.crc32, whole=not is_checked
-        ):
-            low, high = max(first, at), min(last, at + read.size)
+            self.path / piece.file, piece.start + at, nbytes, what, piece.crc32,
+            whole=not is_checked,
+        ):  # fmt: skip
+            low, high = max(start, at), min(stop, at + read.size)
             if low < high:
-                target[low - first : high - first] = read[low - at : high - at]
+                target[low - start : high - start] = read[low - at : high - at]
             at += read.size
         self._checked.add(piece)
 
@@ -602,13 +585,12 @@ class Reader:
 # --- directories ---------------------------------------------------------------------------------
 
 
-def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
+def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
     """Return (number, path) of the complete checkpoints in a directory, the oldest first.
 
     Raises:
         CheckpointError: The directory is none, or cannot be read. If it is not there it is empty.
     """
-    pattern = re.compile(re.escape(prefix) + r"-(\d{1,18})")
     found = []
     with (
         disk_errors(f"looking for checkpoints in {directory}"),
@@ -616,7 +598,7 @@ def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
         os.scandir(directory) as entries,
     ):
         for entry in entries:
-            match = pattern.fullmatch(entry.name)
+            match = re.fullmatch(r"ckpt-(\d{1,18})", entry.name)
             if match and is_complete(Path(entry.path)):
                 found.append((int(match[1]), Path(entry.path)))
     return sorted(found)
@@ -685,22 +667,20 @@ def remove(path: Path) -> None:
     current_disk.get().remove_tree(doomed)
 
 
-def remove_leftovers(directory: Path, prefix: str, below: int) -> None:
+def remove_leftovers(directory: Path, below: int) -> None:
     """Remove what is left of checkpoints whose program died while it wrote or removed them.
 
     Args:
         directory: Where they are.
-        prefix: Of their names.
         below: Only those with lower numbers, which nobody writes any more.
 
     Raises:
         CheckpointError: The directory cannot be read.
     """
-    pattern = re.compile(re.escape(prefix) + r"-(\d{1,18})(\.abandoned)?\.tmp")
     with disk_errors(f"looking for leftovers in {directory}"):
         names = sorted(os.listdir(directory))
     for name in names:
-        match = pattern.fullmatch(name)
+        match = re.fullmatch(r"ckpt-(\d{1,18})(\.abandoned)?\.tmp", name)
         if match and int(match[1]) < below:
             current_disk.get().remove_tree(directory / name)
 
@@ -786,12 +766,10 @@ class SavedSnapshots:
 
     Attributes:
         origin: Token of the strategy whose checkpoints they are.
-        asked: How often it was asked for snapshots.
-        handed: The checkpoint of which it gave them last.
+        handed: The checkpoint of which it gave them last; None is set by who wants to see the next.
     """
 
     origin: str
-    asked: int = 0
     handed: Path | None = None
     _paths: list[Path] = field(default_factory=list)  # the newest at the end
 
@@ -809,6 +787,6 @@ class SavedSnapshots:
             except CheckpointError as exc:
                 logger.warning("cannot roll back to %s: %s", path.name, exc)
                 continue
-            self.asked, self.handed = self.asked + 1, path
+            self.handed = path
             return snapshots
         return None

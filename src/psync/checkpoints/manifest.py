@@ -29,7 +29,7 @@ from psync.specs import count_of, dtype_of
 from psync.store.push_counts import PushCount, total_of
 from psync.store.shards import Key
 from psync.store.snapshot_state import SnapshotState
-from psync.store.untrusted_json import read_json, to_json, wrong
+from psync.store.untrusted_json import Text, Whole, read_json, to_json, wrong
 
 FORMAT = "psync checkpoint"
 VERSION = 1
@@ -42,14 +42,21 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A slice that a data file is going to hold."""
+class Wanted:
+    """A slice of a tensor: the value of a shard, or a slot of it."""
 
     tensor: str
     shape: tuple[int, ...]  # of the slice
     dtype: str
     offset: int  # first row
-    label: str = ""  # in the file; default: "tensor@offset"
+    key: Key  # of the shard
+    optimizer: int = -1  # whose slot it is
+    slot: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name in a data file."""
+        return f"{self.tensor}@{self.offset}"
 
     @property
     def rows(self) -> int:
@@ -61,25 +68,29 @@ class Planned:
         """Size in bytes."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
+    def slice_in(self, file: str, place: tuple[int, int, int]) -> tuple[str, Slice]:
+        """Return the name of its tensor, and where it lies: (first byte, bytes, crc32)."""
+        return self.tensor, Slice(self.offset, self.rows, file, *place)
+
 
 class Slice(NamedTuple):
     """Consecutive rows of a tensor, in one file. Of a scalar: one "row"."""
 
-    offset: int  # first row
-    rows: int
-    file: str  # name in the checkpoint's directory
-    start: int  # first byte in the file
-    nbytes: int
-    crc32: int  # of these bytes
+    offset: Whole  # first row
+    rows: Whole
+    file: Text  # name in the checkpoint's directory
+    start: Whole  # first byte in the file
+    nbytes: Whole
+    crc32: Whole  # of these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A logical array of the checkpoint."""
 
-    name: str  # path of the object that it is the value of: "model/dense/w"
-    shape: tuple[int, ...]
-    dtype: str  # one of ``specs.DTYPE_NAMES``
+    name: Text  # path of the object that it is the value of: "model/dense/w"
+    shape: tuple[Whole, ...]
+    dtype: Text  # one of ``specs.DTYPE_NAMES``
     slices: tuple[Slice, ...]  # in order of their offset; they cover axis 0 exactly once
 
     @property
@@ -100,22 +111,29 @@ class Tensor:
                 yield piece, first - piece.offset, last - first
 
 
+class WrittenFile(NamedTuple):
+    """A data file that is complete."""
+
+    size: Whole  # in bytes
+    places: tuple[tuple[Whole, Whole, Whole], ...]  # first byte, bytes, crc32 of each array
+
+
 class Place(NamedTuple):
     """Where an array of a snapshot lies."""
 
-    item: int  # its place in the snapshot's state
-    start: int  # first byte in the file
-    nbytes: int
-    crc32: int  # of these bytes
+    item: Whole  # its place in the snapshot's state
+    start: Whole  # first byte in the file
+    nbytes: Whole
+    crc32: Whole  # of these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Where to find what one ps held."""
 
-    state: str  # name of the file with everything but the arrays: JSON
-    crc32: int  # of that file
-    data: str  # name of the file with the arrays
+    state: Text  # name of the file with everything but the arrays: JSON
+    crc32: Whole  # of that file
+    data: Text  # name of the file with the arrays
     places: tuple[Place, ...]
 
 
@@ -142,12 +160,12 @@ class Manifest:
 class _Stored:
     """The manifest, as JSON."""
 
-    format: str
-    version: int
-    number: int
+    format: Text
+    version: Whole
+    number: Whole
     tensors: tuple[Tensor, ...]
     states: dict[str, Any]
-    files: dict[str, int]
+    files: dict[Text, Whole]
     images: tuple[Snapshot, ...] = ()  # which older ones do not have
 
 
@@ -230,16 +248,14 @@ def check_state(name: str, state: Any) -> None:
     """
     try:
         json.dumps(state)
+        said = "" if _comes_back(state) else "it would be restored differently"
     except (TypeError, ValueError, RecursionError) as exc:
+        said = str(exc)
+    if said:
         raise CheckpointError(
-            f"checkpoint: the state of {name!r} cannot be saved: {exc}",
-            hint="use numbers, strings, None, lists, and dicts with string keys",
-        ) from exc
-    if not _comes_back(state):
-        raise CheckpointError(
-            f"checkpoint: the state of {name!r} would be restored differently",
-            hint=f"use lists instead of tuples, strings as keys, and at most {MAX_LEVELS} levels "
-            "of nesting",
+            f"checkpoint: the state of {name!r} cannot be saved: {said}",
+            hint="use numbers, strings, None, lists instead of tuples, dicts with strings as keys, "
+            f"and at most {MAX_LEVELS} levels of nesting",
         )
 
 
@@ -257,18 +273,6 @@ def _comes_back(state: Any, levels: int = MAX_LEVELS) -> bool:
 
 
 # --- layout of snapshots ----------------------------------------------------------------------
-
-Written = Sequence[tuple[int, int, int]]
-"""First byte, bytes and crc32 of each array of a file, in the order of ``Layout.arrays``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted(Planned):
-    """A slice of a tensor that is an array of a snapshot."""
-
-    key: Key  # of the shard
-    optimizer: int = -1  # whose slot it is
-    slot: str = ""
 
 
 class Layout:
@@ -302,28 +306,29 @@ class Layout:
         """
         return self._found.get((wanted.key, wanted.optimizer, wanted.slot))
 
-    def slices(self, ps: int, file: str, written: Written) -> list[tuple[str, Slice]]:
-        """Return what lies in the file of a ps of tensors, with their names."""
-        return [
-            (user.tensor, Slice(user.offset, user.rows, file, start, nbytes, crc32))
-            for (item, _), (start, nbytes, crc32) in zip(self.arrays[ps], written, strict=True)
-            for user in self._users.get((ps, item), ())
-        ]
+    def lying_in(
+        self, ps: int, file: str, written: WrittenFile
+    ) -> tuple[list[tuple[str, Slice]], list[Place]]:
+        """Return what lies in the file of a ps.
 
-    def places(self, ps: int, written: Written) -> list[Place]:
-        """Return where the arrays of a snapshot lie; constant ones are part of its state."""
-        return [
-            Place(item, *place)
-            for (item, _), place in zip(self.arrays[ps], written, strict=True)
-            if not self._snapshots[ps].items[item].is_constant
-        ]
+        Returns:
+            Slices of tensors, with their names; and arrays of the snapshot, but for constant ones,
+            which are part of its state.
+        """
+        slices: list[tuple[str, Slice]] = []
+        places = []
+        for (item, _), place in zip(self.arrays[ps], written.places, strict=True):
+            slices += [user.slice_in(file, place) for user in self._users.get((ps, item), ())]
+            if not self._snapshots[ps].items[item].is_constant:
+                places.append(Place(item, *place))
+        return slices, places
 
     def _arrays(self, ps: int) -> list[tuple[int, str]]:
         snapshot = self._snapshots[ps]
         arrays = []
         for number, item in enumerate(snapshot.items):
             if users := self._users.get((ps, number)):
-                arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
+                arrays.append((number, users[0].label))
             elif not item.is_constant:
                 spec = snapshot.specs[item.key]
                 kind = f"{item.optimizer}-{item.slot}" if item.slot else "value"

@@ -20,9 +20,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from psync.checkpoints.files import regular
 from psync.errors import ConfigurationError
@@ -71,15 +73,16 @@ def own(path: Path, what: str, hint: str) -> Owner:
             try:
                 named = os.pread(fd, MAX_BYTES, 0)
                 locked = _lock(fd)
+                if locked is False:
+                    raise _taken(named, what, hint)
                 if locked is None and _may_live(named):
                     hint = f"{hint}; if that process has ended, remove {path}"
-                if locked is False or (locked is None and _may_live(named)):
                     raise _taken(named, what, hint)
                 with contextlib.suppress(FileNotFoundError):
                     if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_RDWR:
                         path.unlink()  # another user's, who has gone
                     elif os.stat(path).st_ino == os.fstat(fd).st_ino:  # else its owner removed it
-                        text = json.dumps(_this_process()).encode()
+                        text = json.dumps(asdict(_this_process())).encode()
                         os.ftruncate(fd, 0)
                         os.pwrite(fd, text, 0)
                         owner = _owners()[key] = Owner(path, fd, text)
@@ -117,18 +120,37 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _this_process() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _start_of(os.getpid()),
-        "since": time.time(),
-        "program": os.path.basename(sys.argv[0] if sys.argv else "") or "python",
-    }
+@dataclass(frozen=True)
+class _Process:
+    """What such a file says."""
+
+    host: str
+    pid: int
+    since: Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+    program: str
+    started: str = ""  # in ticks; "" where the system does not say
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"{self.program[:100]} (process {self.pid} on {self.host[:100]}, since {since})"
+
+
+def _this_process() -> _Process:
+    program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+    pid = os.getpid()
+    return _Process(socket.gethostname(), pid, time.time(), program, _start_of(pid))
+
+
+def _process_in(named: bytes) -> _Process | None:
+    """Return what a file says; None, if it was damaged, or is being written."""
+    try:
+        return msgspec.convert(json.loads(named), _Process)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _start_of(pid: int) -> str:
-    """Return when a process was started, in ticks; "" where the system does not say."""
+    """Return when a process was started, as ``started``."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -136,39 +158,22 @@ def _start_of(pid: int) -> str:
         return ""
 
 
-def _fields(named: bytes) -> Mapping[str, Any]:
-    """Return what the file says; nothing, if it was damaged, or is being written."""
-    try:
-        found = json.loads(named)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _may_live(named: bytes) -> bool:
     """Whether a process that has no lock may be there all the same."""
-    found = _fields(named)
-    pid = found.get("pid")
-    if not isinstance(pid, int) or found.get("host") != socket.gethostname():
-        return bool(found)
+    found = _process_in(named)
+    if found is None or found.host != socket.gethostname():
+        return found is not None
     try:
-        os.kill(pid, 0)
+        os.kill(found.pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
-    return _start_of(pid) == found.get("started")
+    return _start_of(found.pid) == found.started
 
 
 def _taken(named: bytes, what: str, hint: str) -> ConfigurationError:
-    found = _fields(named)
-    program, pid, host = (str(found.get(key))[:100] for key in ("program", "pid", "host"))
-    try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
-        who = f"{program} (process {pid} on {host}, since {since})"
-    except (KeyError, TypeError, ValueError, OverflowError):
-        who = "another process"
-    return ConfigurationError(f"{who} {what}", hint=hint)
+    return ConfigurationError(f"{_process_in(named) or 'another process'} {what}", hint=hint)
 
 
 def let_go_of_all() -> None:

@@ -29,10 +29,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from psync.checkpoints.manifest import WrittenFile
 from psync.client.link import PsLink, all_of, ask
 from psync.client.ps import PsClient
 from psync.closures.membership import backoff
@@ -40,7 +41,7 @@ from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.shielding import end_all
 from psync.specs import dtype_of
 from psync.store.snapshot_state import SnapshotState
-from psync.store.untrusted_json import read_json, to_json
+from psync.store.untrusted_json import Text, Whole, read_json, to_json
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.tensors import to_bytes_view
@@ -61,13 +62,6 @@ PIECE_BYTES = 16 << 20
 """Read at once."""
 
 
-class WrittenSnapshot(NamedTuple):
-    """A file with arrays of a ps."""
-
-    size: int  # in bytes
-    places: tuple[tuple[int, int, int], ...]  # first byte, bytes, crc32 of each item
-
-
 @dataclass(eq=False)
 class Cut:
     """What all ps tasks held at one instant; they hold it until the cut is over."""
@@ -80,7 +74,7 @@ class Cut:
 
     async def write(
         self, ps: int, path: str, nonce: str, items: Sequence[tuple[int, str]]
-    ) -> WrittenSnapshot | None:
+    ) -> WrittenFile | None:
         """Let a ps write some of its items to a new file, under names of their own.
 
         Args:
@@ -103,7 +97,7 @@ class Cut:
         _, segments = await ask(link, order, messages.Done, [to_json(items)])
         if not segments:
             return None
-        written = read_json(b"".join(segments), WrittenSnapshot, link.task)
+        written = read_json(b"".join(segments), WrittenFile, link.task)
         if len(written.places) != len(items):
             raise RemoteProtocolError(
                 f"{link.task} wrote {len(written.places)} items, expected {len(items)}"
@@ -225,7 +219,7 @@ class Cuts:
                     wanted: list[list[tuple[str, int, int]]] = [[] for _ in links]
                     for link, (_, said) in zip(links, gated, strict=True):
                         begun = read_json(
-                            b"".join(said), list[tuple[int, str, int, int]], link.task
+                            b"".join(said), list[tuple[Whole, Text, Whole, Whole]], link.task
                         )
                         for ps, task, incarnation, sequence in begun:
                             if not 0 <= ps < len(links):

@@ -535,7 +535,7 @@ class Creation:
         left.done(decision)
         if decision.adopted:
             logger.info("%d variables keep their values", len(decision.adopted))
-        broken = {spec.name for spec in decision.broken}
+        broken = {name for orders in decision.orders for name, _ in orders.dropped}
         for spec in decision.missing:
             why = "it was not created whole" if spec.name in broken else "no ps held it"
             logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)

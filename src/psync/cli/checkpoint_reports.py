@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from psync.checkpoints.files import DataFile, Reader, check_places, disk_errors
-from psync.checkpoints.manifest import Planned, Tensor
+from psync.checkpoints.manifest import Tensor
 from psync.errors import CheckpointError, CheckpointNotFound
 from psync.status.units import bytes_text
 
@@ -184,17 +184,15 @@ def _renamed(reader: Reader, prefixes: Sequence[str]) -> dict[str, Tensor]:
     for name, tensor in reader.manifest.tensors.items():
         for prefix in prefixes or ("",):
             stem = prefix.strip("/")
-            if not stem:
-                short = name
-            elif name == stem:
-                short = name.rsplit("/", 1)[-1]
-            elif name.startswith(f"{stem}/"):
-                short = name[len(stem) + 1 :]
+            if stem == name:
+                short = name.rpartition("/")[2]
+            elif not stem or name.startswith(f"{stem}/"):
+                short = name.removeprefix(f"{stem}/").replace("/", ".")
             else:
                 continue
-            if wanted.setdefault(short.replace("/", "."), tensor) is not tensor:
+            if wanted.setdefault(short, tensor) is not tensor:
                 raise CheckpointError(
-                    f"export: two tensors would be called {short.replace('/', '.')!r}",
+                    f"export: two tensors would be called {short!r}",
                     hint="export fewer prefixes at once",
                 )
     if not wanted:
@@ -223,10 +221,7 @@ def _write_files(
         file = (
             "model.safetensors" if one else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
-        planned = [
-            Planned(tensor.name, tensor.shape, tensor.dtype, 0, label=name)
-            for name, tensor in group.items()
-        ]
+        planned = {name: (tensor.shape, tensor.dtype) for name, tensor in group.items()}
         with DataFile(directory / file, planned) as data_file:
             for tensor in group.values():
                 data_file.write(_chunks(reader, tensor))

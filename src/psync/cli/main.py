@@ -134,7 +134,7 @@ def list_command(directory: Path) -> int:
     from psync.checkpoints.files import checkpoints_in
     from psync.cli.checkpoint_reports import summary
 
-    return _print(summary(path) for _, path in checkpoints_in(directory, "ckpt"))
+    return _print(summary(path) for _, path in checkpoints_in(directory))
 
 
 @checkpoint.command("inspect")

@@ -78,7 +78,6 @@ from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
 from psync.store.snapshot_state import NOTHING, SenderState, unpack
-from psync.store.untrusted_json import Signed
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
@@ -583,9 +582,9 @@ def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
 
 def pack_accumulators(
     definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> tuple[tuple[bytes, Signed], ...]:
+) -> tuple[tuple[bytes, int], ...]:
     """Return how a snapshot keeps what accumulators are, and their steps."""
-    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
+    return tuple((encode(definition), step) for definition, step in definitions)
 
 
 def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:

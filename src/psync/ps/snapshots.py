@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.backups.primary import PsProcess
 from psync.checkpoints.files import NONCE, DataFile, read_bounded, read_pieces
-from psync.checkpoints.manifest import Place, Planned
+from psync.checkpoints.manifest import Place, WrittenFile
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -43,7 +43,7 @@ from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded, settling
 from psync.store.snapshot_state import SnapshotState, unpack_answer
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import read_json, to_json
+from psync.store.untrusted_json import Text, Whole, read_json, to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     Done,
@@ -108,7 +108,6 @@ class _Load:
     number: int
     loaded: Loaded | None = None  # None: its state is being read
     ready: asyncio.Future[Sequence[bytes]] = field(init=False)  # never cancelled
-    given_up: bool = False
 
 
 class Snapshots:
@@ -126,10 +125,9 @@ class Snapshots:
         self._work = process.work
         self._check_coordinator = process.check_coordinator
         self._cut: _Cut | None = None
-        self._frozen = self._written_bytes = 0
+        self._written_bytes = 0
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
-        self._loads = self._takes = 0
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -149,15 +147,8 @@ class Snapshots:
         self._taken = 0
 
     def statistics(self) -> dict[str, int]:
-        """Return counters, and whether something is held or being prepared."""
-        return {
-            "frozen": self._frozen,
-            "held": int(self._cut is not None),
-            "written_bytes": self._written_bytes,
-            "loads": self._loads,
-            "preparing": int(self._load is not None),
-            "taken": self._takes,
-        }
+        """Return bytes of all files that this ps has written, and how often it was rolled back."""
+        return {"written_bytes": self._written_bytes, "timeline": self._ps.services.timeline}
 
     # Frozen for a cut.
 
@@ -180,7 +171,6 @@ class Snapshots:
             if peer.is_closed:
                 raise ConnectionLost(f"{self._task}: {peer.task} has gone")
             self._let_go()
-            self._frozen += 1
             self._cut = _Cut(number, peer, frozen, frozen.state.to_bytes())
         self._cut.peer = peer
         if self._connection_lost not in peer.on_closed:
@@ -221,7 +211,7 @@ class Snapshots:
         under_way = cut.writes.get(message.path)
         if under_way is None:
             listed, where = body[0] if body else b"", f"{self._task}: items to be written"
-            items = read_json(bytes(listed), list[tuple[int, str]], where)
+            items = read_json(bytes(listed), list[tuple[Whole, Text]], where)
             under_way = self._work.to_the_end(self._written(cut, message, items))
             cut.writes[message.path] = under_way
         request.start(_answered(request, under_way))
@@ -232,9 +222,9 @@ class Snapshots:
         path = Path(message.path)
         if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
             return ()
-        size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
-        self._written_bytes += size
-        return [to_json((size, places))]
+        written = await asyncio.to_thread(write_items, path, cut.frozen, items)
+        self._written_bytes += written.size
+        return [to_json(written)]
 
     # Restored.
 
@@ -246,7 +236,6 @@ class Snapshots:
             if message.load <= self._taken or (load is not None and message.load < load.number):
                 raise UsageError(f"{self._task}: load {message.load} was cancelled")
             self._give_up()
-            self._loads += 1
             load = self._load = _Load(message.load)
             load.ready = self._work.to_the_end(self._prepared(load, message.path, body))
         request.start(_answered(request, load.ready))
@@ -259,7 +248,7 @@ class Snapshots:
             if len(body) != 1 + bool(path):
                 raise RemoteProtocolError(f"{where}: {len(body)} segments")
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
-            if prepared.given_up:
+            if self._load is not prepared:
                 raise PsyncError(f"{where} was cancelled")
             prepared.loaded = load(state, self._process, self._task, self._ps.floor)
             unpack_accumulators(state.accumulators)  # that they can be
@@ -274,10 +263,8 @@ class Snapshots:
 
     def _give_up(self) -> None:
         load, self._load = self._load, None
-        if load is not None:
-            load.given_up = True
-            if load.loaded is not None:
-                load.loaded.give_up()
+        if load is not None and load.loaded is not None:
+            load.loaded.give_up()
 
     def _loaded(self, peer: Connection, number: int) -> Loaded:
         self._check_coordinator(peer)
@@ -302,7 +289,6 @@ class Snapshots:
             self._let_go()
             self._ps.take(loaded, message)
             self._taken = message.load
-            self._takes += 1
         request.answer(Done())
 
 
@@ -315,19 +301,13 @@ async def _answered(request: Request[Any], work: asyncio.Future[Sequence[bytes]]
 # --- files; what is here blocks: call it in a thread ---------------------------------------------
 
 
-def write_items(
-    path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]
-) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Write items to a new file, and let go of each block once it is written.
+def write_items(path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]) -> WrittenFile:
+    """Write items to a new file, which is on the disk then; let go of each block that is written.
 
     Args:
         path: Of a safetensors file.
         frozen: Holds them.
         items: (place in the state, name in the file) of each, in the order that they get there.
-
-    Returns:
-        The size of the file, which is on the disk then, and of each item the first byte, bytes
-        and crc32.
 
     Raises:
         CheckpointError: The file is there already, the disk is full, or fails; or an item is not
@@ -337,13 +317,11 @@ def write_items(
     unknown = [place for place, _ in items if not 0 <= place < len(known)]
     if unknown:
         raise CheckpointError(f"{path}: there is no item {unknown[0]} in the snapshot")
-    planned = [
-        Planned(name, known[place].shape, known[place].dtype, 0, name) for place, name in items
-    ]
+    planned = {name: (known[place].shape, known[place].dtype) for place, name in items}
     with DataFile(path, planned) as file:
         for place, _ in items:
             file.write(frozen.letting_go(place))
-        return file.close(), file.places()
+        return file.close()
 
 
 def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
@@ -359,7 +337,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
         CheckpointCorrupt: A checksum or a size is wrong, or an item is not in the file; names it.
         CheckpointError: The file cannot be read, or another snapshot is to be loaded instead.
     """
-    wanted = set(loaded.wanted())
+    wanted = set(loaded.wanted)
     for place, start, nbytes, crc32 in places:
         if place not in wanted:
             continue
@@ -370,7 +348,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
             for _ in loaded.write(place, at, piece.data):
                 pass
             at += piece.size
-    for place in loaded.wanted():
+    for place in loaded.wanted:
         raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")
 
 

@@ -18,32 +18,37 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import msgspec
 
 from psync.client.counters import KINDS
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
-from psync.store.untrusted_json import Misfit, Readers, only
 
 if TYPE_CHECKING:
     # With numpy, which a launcher never loads.
     from psync.closures.queue import QueueStatistics
     from psync.specs import VariableSpec
 
-MISFITS = Misfit, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+MISFITS = ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
 """Errors of text that is not JSON, and of JSON that does not stand for a value."""
 
 SCHEMA = 1
 """Of the JSON form; another one where a field is gone or means something else."""
+
+Whole = Annotated[int, msgspec.Meta(gt=-(10**18), lt=10**18)]
+Number = Annotated[float, msgspec.Meta(gt=-1e18, lt=1e18)]
+"""Views can compute with such numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningClosure:
     """A closure that a worker runs, or that is on its way there or back."""
 
-    id: int
+    id: Whole
     name: str  # of the step function
-    seconds: float  # since it was sent, or the closure before it ended
+    seconds: Number  # since it was sent, or the closure before it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class SeenError:
     """The last error of a task."""
 
     text: str  # "closure 7 (step): ValueError: …"
-    seconds: float  # ago
+    seconds: Number  # ago
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,12 @@ class WorkShares:
     Known while a dashboard or a run log is open; ``psync.client.counters`` defines the shares.
     """
 
-    compute: float
-    pull: float
-    push: float
-    wait: float
-    seconds: float  # between the last two answers of the worker
-    age_s: float = 0.0  # of the newest; a step that computes on the loop keeps it from answering
+    compute: Number
+    pull: Number
+    push: Number
+    wait: Number
+    seconds: Number  # between the last two answers of the worker
+    age_s: Number = 0.0  # of the newest; a step that computes on the loop keeps it from answering
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +92,16 @@ class WorkerStatus:
     address: str
     state: str
     closure: RunningClosure | None = None
-    held: int = 0  # closures that it holds, the running one too
-    finished: int = 0  # closures since it joined
-    failed: int = 0  # closures that have raised here
-    losses: int = 0  # how often it was lost
-    closures_per_s: float = 0.0
-    mean_s: float | None = None  # seconds per closure, of the newest; None: none has ended
-    staleness: int | None = None  # of its newest push, in steps; None: unknown
-    accepted: int = 0  # of its synchronous pushes
-    dropped: int = 0  # that came too late
-    duplicates: int = 0  # that another run of their closure had made before
+    held: Whole = 0  # closures that it holds, the running one too
+    finished: Whole = 0  # closures since it joined
+    failed: Whole = 0  # closures that have raised here
+    losses: Whole = 0  # how often it was lost
+    closures_per_s: Number = 0.0
+    mean_s: Number | None = None  # seconds per closure, of the newest; None: none has ended
+    staleness: Whole | None = None  # of its newest push, in steps; None: unknown
+    accepted: Whole = 0  # of its synchronous pushes
+    dropped: Whole = 0  # that came too late
+    duplicates: Whole = 0  # that another run of their closure had made before
     last_error: SeenError | None = None
     work: WorkShares | None = None  # None: unknown; it has not been asked, or does not answer
 
@@ -106,7 +111,7 @@ class BackupStatus:
     """The backup ps of a ps."""
 
     state: str  # "alone": there is none; "copying"; "paired": it may take over; "deposed"
-    behind: int  # entries of the log that it does not have yet
+    behind: Whole  # entries of the log that it does not have yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +128,22 @@ class PsStatus:
     task: str
     address: str
     state: str
-    age_s: float | None = None  # of what follows; None: it was never read
-    shards: int = 0
-    bytes: int = 0  # of variables
-    slot_bytes: int = 0  # of optimizers' slots
-    pushes: int = 0  # gradients that have come in whole
-    pulls: int = 0
-    pushes_per_s: float = 0.0
-    pulls_per_s: float = 0.0
-    bytes_in_per_s: float = 0.0
-    bytes_out_per_s: float = 0.0
-    queue: int = 0  # all of ``waiting``
+    age_s: Number | None = None  # of what follows; None: it was never read
+    shards: Whole = 0
+    bytes: Whole = 0  # of variables
+    slot_bytes: Whole = 0  # of optimizers' slots
+    pushes: Whole = 0  # gradients that have come in whole
+    pulls: Whole = 0
+    pushes_per_s: Number = 0.0
+    pulls_per_s: Number = 0.0
+    bytes_in_per_s: Number = 0.0
+    bytes_out_per_s: Number = 0.0
+    queue: Whole = 0  # all of ``waiting``
     # Updates that are not done, by what they wait for: the "gate" of a cut, a "lock", that the
     # "backup" has them, or that the arrays are free ("compute").
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    duplicates: int = 0  # messages and calls that were answered from memory
-    refused: int = 0  # of tasks that were replaced, or wrong
+    waiting: Mapping[str, Whole] = field(default_factory=dict)
+    duplicates: Whole = 0  # messages and calls that were answered from memory
+    refused: Whole = 0  # of tasks that were replaced, or wrong
     backup: BackupStatus | None = None  # None: the cluster has none
 
 
@@ -147,16 +152,16 @@ class GroupStatus:
     """One synchronous optimizer."""
 
     name: str  # with its number, as in "sync_replicas/2", where several have this name
-    step: int
-    target: int  # gradients that the step takes
-    counted: int  # that it has
+    step: Whole
+    target: Whole  # gradients that the step takes
+    counted: Whole  # that it has
     waiting: tuple[str, ...]  # workers that wait for it
     waits_for: tuple[str, ...]  # workers that have work and have not come
-    steps_per_s: float
-    partial_steps: int
-    accepted: int
-    dropped: int  # gradients that came too late
-    duplicates: int
+    steps_per_s: Number
+    partial_steps: Whole
+    accepted: Whole
+    dropped: Whole  # gradients that came too late
+    duplicates: Whole
     lacks: tuple[str, ...] = ()  # in words: parts of pushes, and ps tasks that apply a step
 
 
@@ -164,9 +169,9 @@ class GroupStatus:
 class BoundStatus:
     """One staleness bound."""
 
-    max_staleness: int
-    slowest: int  # rounds
-    fastest: int
+    max_staleness: Whole
+    slowest: Whole  # rounds
+    fastest: Whole
     waiting: tuple[str, ...]  # workers that are too far ahead
     waits_for: tuple[str, ...]  # the slowest
 
@@ -175,9 +180,9 @@ class BoundStatus:
 class StepsStatus:
     """The progress of training."""
 
-    global_step: int = 0  # of the synchronous optimizer that is farthest; else updates applied
-    steps_per_s: float = 0.0
-    staleness: Mapping[str, int] = field(default_factory=dict)
+    global_step: Whole = 0  # of the synchronous optimizer that is farthest; else updates applied
+    steps_per_s: Number = 0.0
+    staleness: Mapping[str, Whole] = field(default_factory=dict)
     """How many pushes were so stale: "0": 90, "1": 10. The highest, "255", counts all above."""
     groups: tuple[GroupStatus, ...] = ()
     bounds: tuple[BoundStatus, ...] = ()
@@ -187,15 +192,15 @@ class StepsStatus:
 class QueueStatus:
     """Closures of the coordinator: current counts and totals."""
 
-    waiting: int = 0  # for the value of another closure, or for the end of a gang
-    queued: int = 0
-    in_flight: int = 0
-    finished: int = 0
-    failed: int = 0
-    exhausted: int = 0  # their data had ended
-    cancelled: int = 0
-    put_back: int = 0  # times a closure ran again because its worker was gone
-    closures_per_s: float = 0.0  # finished ones
+    waiting: Whole = 0  # for the value of another closure, or for the end of a gang
+    queued: Whole = 0
+    in_flight: Whole = 0
+    finished: Whole = 0
+    failed: Whole = 0
+    exhausted: Whole = 0  # their data had ended
+    cancelled: Whole = 0
+    put_back: Whole = 0  # times a closure ran again because its worker was gone
+    closures_per_s: Number = 0.0  # finished ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +208,11 @@ class ShardStatus:
     """The place of one shard of a declared variable."""
 
     variable: str
-    shard: int
-    shape: tuple[int, ...]
+    shard: Whole
+    shape: tuple[Whole, ...]
     dtype: str
-    nbytes: int  # without slots
-    ps: int  # index of the task
+    nbytes: Whole  # without slots
+    ps: Whole  # index of the task
 
     @property
     def device(self) -> str:
@@ -230,7 +235,7 @@ class EventStatus:
 
     kind: str  # "joined", "lost", "left", "set aside", "unreachable", "reachable", "rollback", …
     text: str
-    seconds: float  # ago
+    seconds: Number  # ago
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +274,11 @@ class Status:
         print(status.queue.closures_per_s, [w.task for w in status.workers if w.state == "lost"])
     """
 
-    time: float
-    pid: int
+    time: Number
+    pid: Whole
     program: str
-    uptime_s: float
-    window_s: float
+    uptime_s: Number
+    window_s: Number
     state: str
     waits_for: str
     queue: QueueStatus = field(default_factory=QueueStatus)
@@ -291,11 +296,11 @@ class Status:
 
         Reported values that are not JSON numbers, such as a NaN loss, become null.
         """
-        data = _fields(self)
+        data = msgspec.to_builtins(self)
         data["reported"] = {
             name: value if math.isfinite(value) else None for name, value in self.reported.items()
         }
-        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
+        return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -315,25 +320,10 @@ class Status:
                 name: math.nan if value is None else float(value)
                 for name, value in data.pop("reported", {}).items()
             }
-            made: Self = READERS.read(cls, data)
+            made = msgspec.convert(data, cls)
         except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
         return replace(made, reported=reported)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
-
-
-MOST = 1e18
-"""Views can compute with smaller numbers."""
-
-READERS = Readers({
-    str: only(lambda value: isinstance(value, str), "text"),
-    int: only(lambda value: type(value) is int and -MOST < value < MOST, "a whole number"),
-    float: only(lambda value: type(value) in (int, float) and -MOST < value < MOST, "a number"),
-})  # fmt: skip
-"""Of the types of this module, from plain data."""
 
 
 # The status, made of counters.

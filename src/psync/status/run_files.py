@@ -29,12 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError, RemoteProtocolError
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.net.shielding import end_all
 from psync.status.http import is_token
-from psync.status.model import MISFITS, READERS
+from psync.status.model import MISFITS, Number, Whole
 from psync.status.units import seconds_text
 
 logger = logging.getLogger(__name__)
@@ -63,8 +65,8 @@ Answer = Callable[[Mapping[str, Any]], Awaitable[bytes]]
 class Run:
     """A program that can be asked for its status."""
 
-    pid: int
-    started: float  # seconds since 1970
+    pid: Whole
+    started: Number  # seconds since 1970
     program: str  # name of its script
     address: str  # "unix:/run/user/1000/psync/123-9f3a.sock"
     token: str  # in hexadecimal digits
@@ -256,7 +258,7 @@ def read_run(path: Path) -> Run:
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        run: Run = READERS.read(Run, data)
+        run = msgspec.convert(data, Run)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:

@@ -52,7 +52,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.errors import FencedError, UsageError
 from psync.store.snapshot_state import NOTHING, SenderState, SnapshotState
-from psync.store.untrusted_json import Signed
+from psync.store.untrusted_json import Text, Whole
 from psync.wire.closure_numbers import FIRST, Finality, first_of
 
 Client = tuple[str, int]
@@ -133,13 +133,17 @@ class HeldUpdates(NamedTuple):
     they are on all ps tasks.
     """
 
-    coordinator: int  # its incarnation
-    final_below: int  # closures below are final, unless they are kept
-    calls: tuple[tuple[int, int, int], ...]  # (closure, ordinal, messages to all ps tasks)
-    acked: tuple[tuple[str, int, int], ...]  # (client, incarnation, sequences below are answered)
+    coordinator: Whole  # its incarnation
+    final_below: Whole  # closures below are final, unless they are kept
+    calls: tuple[tuple[Whole, Whole, Whole], ...]  # (closure, ordinal, messages to all ps tasks)
+    acked: tuple[
+        tuple[Text, Whole, Whole], ...
+    ]  # (client, incarnation, sequences below are answered)
     # Of no closure: (client, incarnation, sequence here, (ps, sequence there) of its other parts).
-    messages: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
-    kept: tuple[tuple[int, int], ...] = ()  # of those below, that may come again: see ``Finality``
+    messages: tuple[tuple[Text, Whole, Whole, tuple[tuple[Whole, Whole], ...]], ...]
+    kept: tuple[
+        tuple[Whole, Whole], ...
+    ] = ()  # of those below, that may come again: see ``Finality``
 
 
 class Ledger:
@@ -427,7 +431,7 @@ class Ledger:
             )
         return replace(
             NOTHING, senders=tuple(senders), calls=tuple(calls), parts=tuple(parts),
-            variable_sets=tuple((Signed(digest), names) for digest, names in sets),
+            variable_sets=tuple(sets),
             final_below=self.final.below, kept=tuple(self.final.listed()), coordinator=self._floor,
             failures=tuple((*key, failure) for key, failure in self._failures.items()),
         )  # fmt: skip

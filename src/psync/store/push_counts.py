@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from psync.specs import STEP_BITS, count_of
+from psync.store.untrusted_json import Whole
 
 HOME, FIRST, FURTHER = 0, 1, 2
 """Of the messages of a push: the one that counts, the first to another ps, further ones."""
@@ -42,8 +43,8 @@ Row = Sequence[tuple[int, int]]
 """(ps, number of pushes without a part on that ps)."""
 
 CountState = tuple[
-    int, int, int, int, tuple[tuple[tuple[int, ...], int], ...],
-    tuple[tuple[int, tuple[tuple[int, int], ...]], ...],
+    Whole, Whole, Whole, Whole, tuple[tuple[tuple[Whole, ...], Whole], ...],
+    tuple[tuple[Whole, tuple[tuple[Whole, Whole], ...]], ...],
 ]  # fmt: skip
 """(base, seen, elsewhere, steps, own, told) of a ``PushCount``, for snapshots and digests."""
 

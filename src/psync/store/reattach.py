@@ -44,13 +44,14 @@ from psync.store.ledger import HeldUpdates, Ledger
 from psync.store.shards import Optimizer
 from psync.store.snapshot_state import NewOptimizer, described
 from psync.store.store import ShardStore
+from psync.store.untrusted_json import Text, Whole
 from psync.store.work import Shard
 from psync.wire.closure_numbers import Finality, call_of
 
-Place = tuple[str, int]
+Place = tuple[Text, Whole]
 """A shard: (name of the variable, index of the shard)."""
 
-Identity = tuple[int, int]
+Identity = tuple[Whole, Whole]
 """An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
 
 BACK = "pass attach=False to start again from the last checkpoint"
@@ -68,7 +69,7 @@ class HeldOptimizer(NamedTuple):
 class Holding(NamedTuple):
     """What one ps holds that nobody has adopted."""
 
-    lineage: int  # 0: none
+    lineage: Whole  # 0: none
     shards: tuple[ShardSpec, ...] = ()  # as the earlier program had them
     optimizers: tuple[HeldOptimizer, ...] = ()
     updates: tuple[HeldUpdates, ...] = ()  # one for each coordinator; since shards were adopted
@@ -77,9 +78,11 @@ class Holding(NamedTuple):
 class Orders(NamedTuple):
     """What one ps is to do with what it holds; all of it or nothing."""
 
-    shards: tuple[tuple[str, int, int], ...] = ()  # (name, index, id of the variable from now on)
+    shards: tuple[
+        tuple[Text, Whole, Whole], ...
+    ] = ()  # (name, index, id of the variable from now on)
     dropped: tuple[Place, ...] = ()
-    optimizers: tuple[tuple[int, int, int], ...] = ()  # (*identity, number from now on)
+    optimizers: tuple[tuple[Whole, Whole, Whole], ...] = ()  # (*identity, number from now on)
 
 
 @dataclass(slots=True)
@@ -89,7 +92,6 @@ class Decision:
     orders: list[Orders]  # for each ps
     adopted: list[VariableSpec] = field(default_factory=list)
     missing: list[VariableSpec] = field(default_factory=list)  # that are to be created
-    broken: list[VariableSpec] = field(default_factory=list)  # of these, those held in part
     extra: list[str] = field(default_factory=list)  # names of variables that will be dropped
     optimizers: dict[Identity, int] = field(default_factory=dict)  # adopted: number from now on
 
@@ -161,8 +163,6 @@ class Adoption:
                     shards[ps].append((spec.name, shard.index, spec.variable_id))
             else:
                 decision.missing.append(spec)
-                if held:
-                    decision.broken.append(spec)
                 for ps, shard in held:
                     dropped[ps].append((shard.variable, shard.index))
         decision.optimizers = self._match(optimizers, misfits, last=last)
@@ -188,10 +188,9 @@ class Adoption:
 
     def done(self, decision: Decision) -> None:
         """All ps tasks have done what was decided."""
-        for spec in (*decision.adopted, *decision.broken):
-            del self._shards[spec.name]
-        for name in decision.extra:
-            del self._shards[name]
+        known = [spec.name for spec in (*decision.adopted, *decision.missing)]
+        for name in known + decision.extra:
+            self._shards.pop(name, None)
         for identity in decision.optimizers:
             del self._optimizers[identity]
 
@@ -350,14 +349,6 @@ def _key(config: Mapping[str, Any]) -> str:
 # On one ps.
 
 
-@dataclass(slots=True)
-class _Beside:
-    """What an optimizer keeps beside a shard."""
-
-    slots: dict[str, BlockArray] = field(default_factory=dict)
-    pushes: int | None = None  # that are accumulated, if the optimizer does so
-
-
 class FormerStore:
     """What nobody has adopted yet. Single owner; never blocks.
 
@@ -369,8 +360,10 @@ class FormerStore:
         self.lineage = 0  # of what is held here and in the store; see ``reattach``
         self._task = task
         self._shards: dict[Place, Shard] = {}
-        self._beside: dict[Place, dict[Identity, _Beside]] = {}  # also of adopted shards
-        self._adopted: dict[Place, Shard] = {}  # with something in ``_beside``
+        self._adopted: dict[Place, Shard] = {}
+        # Of both, for optimizers that are not adopted.
+        self._slots: dict[tuple[Place, Identity, str], BlockArray] = {}
+        self._pushes: dict[tuple[Place, Identity], int] = {}  # that are accumulated
         self._optimizers: dict[Identity, Optimizer] = {}
         self._numbers: dict[Identity, int] = {}  # of those that were adopted
         self._updates: dict[int, HeldUpdates] = {}  # by the incarnation of their coordinator
@@ -397,16 +390,15 @@ class FormerStore:
         for shard in shards:
             place = (shard.spec.variable, shard.spec.index)
             self._shards[place] = shard
-            beside = self._beside.setdefault(place, {})  # with what still waits
             for (number, name), slot in shard.slots.items():
-                beside.setdefault((lineage, number), _Beside()).slots[name] = slot
+                self._slots[place, (lineage, number), name] = slot
             for number, count in shard.pushes.items():
-                beside.setdefault((lineage, number), _Beside()).pushes = count
+                self._pushes[place, (lineage, number)] = count
             shard.slots, shard.pushes = {}, {}
 
     def describe(self) -> Holding:
         """Return what is here."""
-        with_slots = {identity for beside in self._beside.values() for identity in beside}
+        with_slots = {at[1] for at in (*self._slots, *self._pushes)}
         held = []
         for identity, each in self._optimizers.items():
             rate = each.rule.learning_rate.to_config()
@@ -431,7 +423,9 @@ class FormerStore:
         self._check(orders, store)
         for place in orders.dropped:
             self._shards.pop(place, None)
-            self._beside.pop(place, None)
+        dropped = set(orders.dropped)
+        self._slots = {at: slot for at, slot in self._slots.items() if at[0] not in dropped}
+        self._pushes = {at: count for at, count in self._pushes.items() if at[0] not in dropped}
         for name, index, variable_id in orders.shards:
             shard = self._shards.pop((name, index), None)
             if shard is not None:
@@ -443,25 +437,22 @@ class FormerStore:
             if optimizer is not None:
                 store.take_up_optimizer(new, optimizer)
                 self._numbers[lineage, old] = new
-        for place, shard in self._adopted.items():
-            self._put_beside(shard, self._beside.get(place, {}))
+        adopted, numbers = self._adopted, self._numbers
+        for at in [at for at in self._slots if at[0] in adopted and at[1] in numbers]:
+            place, identity, name = at
+            adopted[place].slots[numbers[identity], name] = self._slots.pop(at)
+        for each in [at for at in self._pushes if at[0] in adopted and at[1] in numbers]:
+            place, identity = each
+            adopted[place].pushes[numbers[identity]] = self._pushes.pop(each)
 
     def drop(self) -> None:
         """Drop all that is here."""
         self._shards.clear()
-        self._beside.clear()
+        self._slots.clear()
+        self._pushes.clear()
         self._adopted.clear()
         self._optimizers.clear()
         self._updates.clear()
-
-    def _put_beside(self, shard: Shard, waiting: dict[Identity, _Beside]) -> None:
-        """Give a shard the slots of the optimizers that are adopted."""
-        for identity in [identity for identity in waiting if identity in self._numbers]:
-            number, beside = self._numbers[identity], waiting.pop(identity)
-            for name, slot in beside.slots.items():
-                shard.slots[number, name] = slot
-            if beside.pushes is not None:
-                shard.pushes[number] = beside.pushes
 
     def _check(self, orders: Orders, store: ShardStore) -> None:
         names = {key: store.spec(key).variable for key in store.keys()}

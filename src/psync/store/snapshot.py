@@ -61,7 +61,7 @@ class Frozen:
         item = self.state.items[place]
         if item.fill is None:
             return list(views)
-        return _constant(item)
+        return constant_views(item)
 
     def part(self, place: int, start: int, stop: int) -> list[memoryview]:
         """Return bytes ``start`` to ``stop`` of an item, as ``views`` does.
@@ -100,7 +100,8 @@ class Frozen:
         self._arrays.clear()
 
 
-def _constant(item: SnapshotItem) -> list[memoryview]:
+def constant_views(item: SnapshotItem) -> list[memoryview]:
+    """Return the bytes of an array that is constant, in order."""
     assert item.fill is not None, "the caller has looked"
     size, itemsize = item.nbytes, len(item.fill)
     block = bytes_of(item.fill * (min(size, BLOCK_BYTES) // itemsize)).data
@@ -127,7 +128,7 @@ def freeze(store: ShardStore, state: SnapshotState) -> Frozen:
         fills = []
         for optimizer, slot, array in _arrays_of(shard):
             constant = array.is_constant
-            fills.append((optimizer, slot, _element(array) if constant else None))
+            fills.append((optimizer, slot, element(array.fill, array.dtype) if constant else None))
             arrays.append([] if constant else array.export())
         spec = shard.spec
         shards.append(
@@ -172,8 +173,9 @@ def _arrays_of(shard: Shard) -> Iterator[tuple[int, str, BlockArray]]:
         yield optimizer, slot, array
 
 
-def _element(array: BlockArray) -> bytes:
-    return bytes(bytes_of(np.full(1, array.fill, array.dtype)))
+def element(fill: float | np.ndarray, dtype: np.dtype) -> bytes:
+    """Return an element as ``SnapshotItem.fill`` has it."""
+    return bytes(bytes_of(np.full(1, fill, dtype)))
 
 
 class Loaded:
@@ -184,6 +186,9 @@ class Loaded:
         store: Without a shard. It gets those of the snapshot, without their bytes.
         ledger: That remembers nothing. It gets what that of the snapshot does.
         unpack: As for ``Ledger.restore``.
+
+    Attributes:
+        wanted: Places of the items that are not filled.
     """
 
     def __init__(
@@ -218,7 +223,7 @@ class Loaded:
             for place, item in enumerate(state.items)
             if item.nbytes and not item.is_constant
         }
-        self._missing = len(self._filled)  # items that are not whole
+        self.wanted = dict.fromkeys(self._filled)
 
     def write(self, place: int, start: int, data: memoryview) -> Iterator[None]:
         """Fill the next part of an item, one block for each ``next``; again changes nothing.
@@ -255,28 +260,18 @@ class Loaded:
             block[first : first + count] = source[at - start : at - start + count]
             at += count
             yield
-        before = self._filled[place]
         if item.dtype == "bool" and stop == item.nbytes:
             for i in range(array.num_blocks):
                 if array.block(i).array.view(np.uint8).max() > 1:
                     raise CheckpointCorrupt(f"{item}: bytes other than 0 and 1 for bool")
-        self._filled[place] = max(before, stop)
-        self._missing -= before < item.nbytes <= stop
-
-    @property
-    def is_wanting(self) -> bool:
-        """Whether an item is not filled."""
-        return self._missing > 0
-
-    def wanted(self) -> list[int]:
-        """Return the places of the items that are not filled."""
-        items = self.state.items
-        return [place for place, there in self._filled.items() if there < items[place].nbytes]
+        self._filled[place] = max(self._filled[place], stop)
+        if stop == item.nbytes:
+            self.wanted.pop(place, None)
 
     def check_whole(self, what: str) -> None:
         """Raise UsageError, which names the snapshot, if an item is not filled."""
-        if wanted := self.wanted():
-            raise UsageError(f"{what} is incomplete: {self.state.items[wanted[0]]} is missing")
+        for place in self.wanted:
+            raise UsageError(f"{what} is incomplete: {self.state.items[place]} is missing")
 
     def give_up(self) -> None:
         """Let whoever fills it stop."""

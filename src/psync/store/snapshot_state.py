@@ -45,7 +45,7 @@ from psync.specs import STEP_BITS, ShardSpec, count_of, dtype_name, dtype_of
 from psync.store.push_counts import CountState, PushCount
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
-from psync.store.untrusted_json import Signed, read_json, to_json, wrong
+from psync.store.untrusted_json import Hex, Signed, Text, Whole, read_json, to_json, wrong
 from psync.wire.closure_numbers import Finality
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Pushed
@@ -91,17 +91,17 @@ class SnapshotItem:
 class ShardSnapshot:
     """A shard at a cut."""
 
-    variable: str
-    id: int
-    index: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-    ps: int
-    version: int  # finished updates
-    fill: bytes | None = None  # of its value, as in ``SnapshotItem``
-    slots: tuple[tuple[int, str, bytes | None], ...]  # (optimizer, name, fill) of those that exist
-    pushes: tuple[tuple[int, int], ...]  # (optimizer, accumulated gradients), where they are
+    variable: Text
+    id: Whole
+    index: Whole
+    offset: Whole
+    shape: tuple[Whole, ...]
+    dtype: Text
+    ps: Whole
+    version: Whole  # finished updates
+    fill: Hex | None = None  # of its value, as in ``SnapshotItem``
+    slots: tuple[tuple[Whole, Text, Hex | None], ...]  # (optimizer, name, fill) of those that exist
+    pushes: tuple[tuple[Whole, Whole], ...]  # (optimizer, accumulated gradients), where they are
 
     @property
     def spec(self) -> ShardSpec:
@@ -124,10 +124,10 @@ class ShardSnapshot:
 class OptimizerSnapshot(NamedTuple):
     """An optimizer at a cut."""
 
-    number: int
+    number: Whole
     config: dict[str, Any]  # with which it was defined
     learning_rate: dict[str, Any]  # that it has now
-    known: int  # number of its pushes, marked
+    known: Whole  # number of its pushes, marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,44 +146,44 @@ class NewOptimizer:
 class SenderState(NamedTuple):
     """A task that has sent updates, or was fenced."""
 
-    task: str
-    incarnation: int  # the lowest one served
-    acked_below: int  # it has the answers to all sequences below
-    answers: tuple[tuple[int, tuple[int, int] | None, bytes], ...]  # (sequence, call, answer)
+    task: Text
+    incarnation: Whole  # the lowest one served
+    acked_below: Whole  # it has the answers to all sequences below
+    answers: tuple[tuple[Whole, tuple[Whole, Whole] | None, Hex], ...]  # (sequence, call, answer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotState:
     """The state of a ps at a cut, as the JSON has it. ``NOTHING`` is that of an empty one."""
 
-    format: str = FORMAT
-    version: int = VERSION
+    format: Text = FORMAT
+    version: Whole = VERSION
     shards: tuple[ShardSnapshot, ...]  # in the order of their creation
     optimizers: tuple[OptimizerSnapshot, ...]
-    counts: tuple[tuple[int, CountState], ...] = ()
+    counts: tuple[tuple[Whole, CountState], ...] = ()
     """(optimizer, count of its pushes) of each. Older files have ``OptimizerSnapshot.known``
     alone."""
     senders: tuple[SenderState, ...]
-    variable_sets: tuple[tuple[Signed, tuple[str, ...]], ...]
+    variable_sets: tuple[tuple[Signed, tuple[Text, ...]], ...]
     """(hash of the variables, their names) of calls, each once."""
-    calls: tuple[tuple[int, int, int], ...]
+    calls: tuple[tuple[Whole, Whole, Whole], ...]
     """(closure, ordinal, place of its variable set) of each call that was applied."""
-    final_below: int  # closures below are final
-    kept: tuple[tuple[int, int], ...] = ()
+    final_below: Whole  # closures below are final
+    kept: tuple[tuple[Whole, Whole], ...] = ()
     """(closure, run) of those below ``final_below`` that may come again, as in ``Finality``."""
-    coordinator: int = 0  # whose closures these numbers are; 0: it is not known
-    parts: tuple[tuple[int, int, int], ...] = ()
+    coordinator: Whole = 0  # whose closures these numbers are; 0: it is not known
+    parts: tuple[tuple[Whole, Whole, Whole], ...] = ()
     """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
-    accumulators: tuple[tuple[bytes, Signed], ...]
+    accumulators: tuple[tuple[Hex, Signed], ...]
     """(definition, global step) of each conditional accumulator: what is in them is not kept."""
-    groups: tuple[tuple[int, dict[str, Any]], ...]
+    groups: tuple[tuple[Whole, dict[str, Any]], ...]
     """(number, configuration) of each synchronous group that is known here."""
-    counted: tuple[tuple[int, int, int, bytes], ...]
+    counted: tuple[tuple[Whole, Whole, Whole, Hex], ...]
     """On ps 0: (group, closure, ordinal, digest of its variables) of each call that was counted in
     a step that has been applied."""
-    pending: tuple[int, ...] = ()
+    pending: tuple[Whole, ...] = ()
     """On ps 0: closures that were counted in a step that has not been applied."""
-    failures: tuple[tuple[str, int, int, bytes], ...] = ()
+    failures: tuple[tuple[Text, Whole, Whole, Hex], ...] = ()
     """Of updates that failed while they were computed, by ``FailureKey``, what is answered."""
 
     @functools.cached_property

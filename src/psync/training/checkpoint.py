@@ -43,7 +43,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -60,14 +60,13 @@ from psync.checkpoints import files
 from psync.checkpoints.manifest import (
     Layout,
     Manifest,
-    Planned,
     Wanted,
     changed_rate,
     check_state,
     step_of,
 )
 from psync.checkpoints.ownership import Owner, own
-from psync.chief.consistent_cut import Cut, WrittenSnapshot
+from psync.chief.consistent_cut import Cut
 from psync.client.context import forbid_in_step
 from psync.coordinator import Coordinator
 from psync.errors import (
@@ -84,27 +83,22 @@ from psync.errors import (
 from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
 from psync.net.shielding import carried_out, first_of
-from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
 from psync.specs import checked_integer, checked_kind, dtype_of, shortened
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot import constant_views, element
+from psync.store.snapshot_state import SnapshotItem, SnapshotState
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-PREFIX = "ckpt"
 
 OWNER = "OWNER"
 """The file in a directory of checkpoints that names the process which saves there."""
 
 LOOK_EVERY_S = 0.1
 """How often progress is looked at."""
-
-FILE_BYTES = 2 << 30
-"""A file of the program's that has as much is followed by another."""
 
 TRIES = 5
 """A save is begun anew when the cut is lost, since a ps was cut off, or lost and recovered."""
@@ -240,17 +234,44 @@ class Contents:
         """
         key = thing if isinstance(thing, Handle) else id(thing)
         if key not in self._values:  # the first path is its name
-            adder = next((each for kind, each in self._adders() if isinstance(thing, kind)), None)
-            if adder is None:
-                raise UsageError(
-                    f"checkpoint: {path!r} is {type(thing).__name__}, which cannot be saved",
-                    hint="a checkpoint can hold variables, optimizers, metrics, moving averages, "
-                    "modules, SavedState(epoch=0), dicts and lists of these, and objects with "
-                    "checkpoint_state()",
-                )
             self._values[key] = None
-            self._values[key] = adder(path, thing)
+            self._values[key] = self._added(path, thing)
         return lambda *saved: cast(ValueOf, self._values[key])(*saved)
+
+    def _added(self, path: str, thing: Any) -> ValueOf:
+        match thing:
+            case Handle():
+                self.handles[path] = thing
+                self._add_array(path, thing)
+                return lambda arrays, states: arrays[path]
+            case Optimizer():
+                return self._add_optimizer(path, thing)
+            case ExponentialMovingAverage():
+                self.by_variable.append(path)
+                named = ((variable.name, average) for variable, average in thing.items())
+                return self._add_all(path, named)
+            case Metric():
+                sums = self.add(f"{path}/sums", thing.variables[0])
+                return lambda *saved: thing.value_of(sums(*saved))
+            case Module():
+                items = thing._checkpoint_items().items()
+                return self._add_all(path, [each for each in items if _holds_something(each[1])])
+            case Stateful():
+                self._check_new(path)
+                self.states[path] = thing
+                return lambda arrays, states: states[path]
+            case dict():
+                return self._add_all(path, thing.items())
+            case list() | tuple():
+                values = self._add_all(path, enumerate(thing))
+                made_by = list if isinstance(thing, list) else tuple
+                make = getattr(thing, "_make", made_by)  # of named tuples
+                return lambda *saved: make(values(*saved).values())
+        raise UsageError(
+            f"checkpoint: {path!r} is {type(thing).__name__}, which cannot be saved",
+            hint="a checkpoint can hold variables, optimizers, metrics, moving averages, modules, "
+            "SavedState(epoch=0), dicts and lists of these, and objects with checkpoint_state()",
+        )
 
     def _check_new(self, name: str) -> None:
         """Refuse a second thing of one name: the first would be neither saved nor restored.
@@ -350,52 +371,9 @@ class Contents:
             )
         return missing, extra
 
-    def _adders(self) -> list[tuple[type, Callable[[str, Any], ValueOf]]]:
-        """Return what takes up which kind; the first that fits does."""
-        return [
-            (Handle, self._add_variable),
-            (Optimizer, self._add_optimizer),
-            (ExponentialMovingAverage, self._add_averages),
-            (Metric, self._add_metric),
-            (Module, self._add_module),
-            (Stateful, self._add_state),
-            (dict, lambda path, items: self._add_all(path, items.items())),
-            (list, self._add_list),
-            (tuple, self._add_list),
-        ]
-
-    def _add_variable(self, path: str, variable: Handle) -> ValueOf:
-        self.handles[path] = variable
-        self._add_array(path, variable)
-        return lambda arrays, states: arrays[path]
-
-    def _add_metric(self, path: str, metric: Metric) -> ValueOf:
-        sums = self.add(f"{path}/sums", metric.variables[0])
-        return lambda arrays, states: metric.value_of(sums(arrays, states))
-
     def _add_all(self, path: str, items: Iterable[tuple[Any, Any]]) -> ValueOf:
         values = {key: self.add(f"{path}/{key}", item) for key, item in items}
         return lambda *saved: {key: value(*saved) for key, value in values.items()}
-
-    def _add_module(self, path: str, module: Module) -> ValueOf:
-        items = module._checkpoint_items().items()
-        return self._add_all(path, [each for each in items if _holds_something(each[1])])
-
-    def _add_list(self, path: str, items: Sequence[Any]) -> ValueOf:
-        values = self._add_all(path, enumerate(items))
-        made_by = list if isinstance(items, list) else tuple
-        make = getattr(items, "_make", made_by)  # of named tuples
-        return lambda *saved: make(values(*saved).values())
-
-    def _add_state(self, path: str, thing: Stateful) -> ValueOf:
-        self._check_new(path)
-        self.states[path] = thing
-        return lambda arrays, states: states[path]
-
-    def _add_averages(self, path: str, averages: ExponentialMovingAverage) -> ValueOf:
-        self.by_variable.append(path)
-        named = ((variable.name, average) for variable, average in averages.items())
-        return self._add_all(path, named)
 
     def _add_optimizer(self, path: str, optimizer: Optimizer) -> ValueOf:
         self._check_new(f"{path}/step")
@@ -421,22 +399,19 @@ class Contents:
         slot = source if isinstance(source, Slot) else None
         variable: Any = source if slot is None else slot.variable
         dtype = variable.spec.dtype if slot is None else slot.dtype
+        shards = [variable] if isinstance(variable, Variable) else variable.variables
         parts = []
-        if isinstance(variable, OnReadVariable):  # of which only the aggregate is kept
-            (spec,) = variable.spec.shards
-            made = functools.partial(Part, name, variable.shape, dtype, 0, key=spec.key)
-            read, write = variable.checkpoint_value, variable.restore_value
-            parts.append(made(read=read, write=write, compute=variable.checkpoint_value_of))
-        else:
-            whole = [variable] if isinstance(variable, Variable) else variable.variables
-            for shard, spec in zip(whole, variable.spec.shards, strict=True):
-                made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
-                if slot is None:
-                    parts.append(made(read=shard.read, write=shard.assign))
-                    continue
+        for shard, spec in zip(shards, variable.spec.shards, strict=True):
+            made = functools.partial(Part, name, shard.shape, dtype, spec.offset, key=spec.key)
+            if slot is not None:
                 own = Slot(shard, slot.optimizer, slot.name)
                 made = functools.partial(made, optimizer=own.optimizer.number, slot=own.name)
                 parts.append(made(read=own.read, write=own.assign, fill=slot.first_element))
+            elif isinstance(shard, OnReadVariable):  # of which only the aggregate is kept
+                made = functools.partial(made, compute=shard.checkpoint_value_of)
+                parts.append(made(read=shard.checkpoint_value, write=shard.restore_value))
+            else:
+                parts.append(made(read=shard.read, write=shard.assign))
         self.arrays[name] = Array(variable.shape, dtype, parts)
 
 
@@ -472,21 +447,17 @@ def numbers_of(
     steps: dict[Optimizer, int] = {}
     rates: dict[Optimizer, Schedule] = {}
     for each, optimizer in optimizers.items():
-        if (name := f"{each}/step") in states:
-            try:
-                pushes_of(optimizer, states[name])
-            except ConfigurationError as exc:
-                text = f"{path}: expected a step as {name!r}, got {shortened(states[name])}"
-                raise CheckpointMismatch(f"{text}: {exc.message}") from None
-            steps[optimizer] = states[name]
-        if (name := f"{each}/learning_rate") in states:
-            saved = states[name]
-            try:
+        step, rate = f"{each}/step", f"{each}/learning_rate"
+        try:
+            if step in states:
+                pushes_of(optimizer, states[step])
+                steps[optimizer] = states[step]
+            if rate in states:
                 made_with = optimizer._config["learning_rate"]
-                rates[optimizer] = from_config(made_with if saved is None else saved)
-            except ConfigurationError as exc:
-                text = f"{path}: expected a learning rate as {name!r}: {exc.message}"
-                raise CheckpointMismatch(text, hint=exc.hint) from None
+                rates[optimizer] = from_config(made_with if states[rate] is None else states[rate])
+        except ConfigurationError as exc:
+            text = f"{path}: {each!r} cannot go on from its step and learning rate: {exc.message}"
+            raise CheckpointMismatch(text, hint=exc.hint) from None
     return steps, rates
 
 
@@ -506,13 +477,29 @@ def by_name(tree: Any) -> Any:
     return tree
 
 
-def with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
-    """Return the manifest of a checkpoint, with tensors called as ``contents`` calls them.
+def opened(
+    path: str | os.PathLike[str], contents: Contents, hint: str, partial: bool = False
+) -> tuple[files.Reader, tuple[str, ...], tuple[str, ...]]:
+    """Return a checkpoint, with tensors called as ``contents`` calls them, and how they compare.
+
+    Args:
+        path: Of the checkpoint.
+        contents: What is declared here.
+        hint: As for ``Contents.compared``, as ``partial`` is.
+
+    Returns:
+        The checkpoint, the names that it does not have, and those that nobody asks for.
 
     Raises:
-        CheckpointCorrupt: It is damaged.
-        CheckpointError: It cannot be read.
+        CheckpointMismatch: It does not fit.
+        CheckpointNotFound, CheckpointCorrupt, CheckpointError: As ``Reader``.
     """
+    reader = files.Reader(Path(path))
+    reader.manifest = _with_names_of(contents, reader)
+    return reader, *contents.compared(reader.manifest, reader.path, hint, partial=partial)
+
+
+def _with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
     tensors = reader.manifest.tensors
     found: dict[str, str] = {}  # names in the checkpoint → here
     for path, handle in contents.handles.items():
@@ -520,8 +507,6 @@ def with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
         if path not in tensors and name in tensors and name not in contents.arrays:
             found[name] = path
     found |= _renamed(contents, {path: name for name, path in found.items()}, reader)
-    if not found:
-        return reader.manifest
     kept = {name: tensor for name, tensor in tensors.items() if name not in found}
     named = {name: replace(tensors[was], name=name) for was, name in found.items()}
     return replace(reader.manifest, tensors=kept | named)
@@ -764,11 +749,10 @@ class Checkpoint:
         Cancellation: Some variables are restored, others are not.
         """
         forbid_in_step("restoring a checkpoint")
-        reader = await asyncio.to_thread(files.Reader, Path(path))
         contents = self._contents()
-        manifest = await asyncio.to_thread(with_names_of, contents, reader)
         hint = "restore(path, partial=True) leaves what is missing as it is"
-        missing, extra = contents.compared(manifest, reader.path, hint, partial=partial)
+        reader, missing, extra = await asyncio.to_thread(opened, path, contents, hint, partial)
+        manifest = reader.manifest
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
@@ -829,11 +813,9 @@ class Checkpoint:
             logits = x @ values["model"]["w"]
         """
         contents = self._contents(slots=False)
-        reader = await asyncio.to_thread(files.Reader, Path(path))
-        reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
-        manifest = reader.manifest
         hint = "declare what the program declares that has saved it, and give it the same names"
-        contents.compared(manifest, reader.path, hint)
+        reader, *_ = await asyncio.to_thread(opened, path, contents, hint)
+        manifest = reader.manifest
         prefixes = tuple(f"{path}/" for path in contents.optimizers) if slots else ()
         arrays = {
             name: await asyncio.to_thread(reader.read, tensor, 0, tensor.rows)
@@ -906,7 +888,7 @@ class CheckpointManager:
             coordinator.owned.add(await in_thread(own_directory, self.directory))
 
     def _repr_html_(self) -> str:
-        found = files.checkpoints_in(self.directory, PREFIX)
+        found = files.checkpoints_in(self.directory)
         rows = [(number, str(path)) for number, path in found]
         return table(f"Checkpoints in {self.directory}", ("number", "path"), rows)
 
@@ -917,7 +899,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: The directory cannot be read.
         """
-        return [path for _, path in files.checkpoints_in(self.directory, PREFIX)]
+        return [path for _, path in files.checkpoints_in(self.directory)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -950,7 +932,8 @@ class CheckpointManager:
         Cancellation: See ``Checkpoint.save``; old checkpoints may remain.
         """
         await self._own()
-        asked = self._snapshots.asked
+        if not self._under_way:
+            self._snapshots.handed = None
         self._under_way += 1
         try:
             path, coordinator, snapshots = await self._checkpoint._saved(
@@ -962,16 +945,16 @@ class CheckpointManager:
             self._offer(path, coordinator)
             coordinator.recovery.saved(snapshots)
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
-        in_use = self._snapshots.handed if self._snapshots.asked != asked else None
+        in_use = self._snapshots.handed
         if self._max_to_keep is not None:
-            found = await asyncio.to_thread(files.checkpoints_in, self.directory, PREFIX)
+            found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
                 if not stays and old not in (path, in_use):
                     await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
-            await asyncio.to_thread(files.remove_leftovers, self.directory, PREFIX, number)
+            await asyncio.to_thread(files.remove_leftovers, self.directory, number)
         if last:
             await self.finish()
         return path
@@ -1061,7 +1044,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
     Source: ``tf.train.latest_checkpoint``.
     """
-    found = files.checkpoints_in(Path(directory), PREFIX)
+    found = files.checkpoints_in(Path(directory))
     return found[-1][1] if found else None
 
 
@@ -1141,9 +1124,9 @@ async def _written(
     try:
         with files.disk_errors(str(directory)):
             if number is None:
-                found = await in_thread(files.checkpoints_in, directory, PREFIX)
+                found = await in_thread(files.checkpoints_in, directory)
                 number = found[-1][0] + 1 if found else 1
-            name = f"{PREFIX}-{number:08d}"
+            name = f"ckpt-{number:08d}"
             await in_thread(
                 lambda: begun.append(make(directory, name, number, shapes, states, nonce))
             )
@@ -1222,7 +1205,9 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
                 hint="it was declared while the checkpoint was saved: save again",
             )
         if found is None:
-            own[part] = _constant(part)
+            fill = element(part.fill, dtype_of(part.dtype))
+            item = SnapshotItem(part.key, part.optimizer, part.slot, part.shape, part.dtype, fill)
+            own[part] = iter(constant_views(item))  # as it is before the first push
         elif part.compute is not None:
             own[part] = await part.compute(await cut.read(*found))
     try:
@@ -1243,52 +1228,31 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
     if writer.nonce:
         written = await cut.write(ps, str(path), writer.nonce, arrays)
     if written is None:  # the ps does not see the directory: it sends them
-        planned = [
-            Planned(label, items[number].shape, items[number].dtype, 0, label=label)
-            for number, label in arrays
-        ]
+        planned = {name: (items[number].shape, items[number].dtype) for number, name in arrays}
         with files.DataFile(path, planned) as data_file:
             for number, _ in arrays:
                 async for piece in cut.pieces(ps, number):
                     await in_thread(data_file.extend, piece)
-                data_file.end_slice()
-            written = WrittenSnapshot(await in_thread(data_file.close), data_file.places())
-    size, places = written
-
-    def note() -> None:
-        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
-        state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
-
-    await in_thread(note)
+                data_file.end_array()
+            written = await in_thread(data_file.close)
+    slices, places = layout.lying_in(ps, path.name, written)
+    writer.add_file(path.name, written.size, slices)
+    state = await in_thread(cut.snapshots[ps].to_bytes)
+    await in_thread(writer.add_snapshot, ps, f"{name}.json", state, path.name, places)
 
 
 async def _write_parts(
     writer: files.Writer, parts: Sequence[Part], values: Mapping[Part, Any] | None = None
 ) -> None:
-    """Write files of the program's own; without ``values`` they are read now."""
-    batches: list[list[Part]] = []  # of each file
-    nbytes = FILE_BYTES
-    for part in parts:
-        if nbytes >= FILE_BYTES:
-            batches.append([])
-            nbytes = 0
-        batches[-1].append(part)
-        nbytes += part.nbytes
-    for number, batch in enumerate(batches):
-        name = f"data-{number:05d}.safetensors"
-        with files.DataFile(writer.temporary / name, batch) as data_file:
-            for part in batch:
-                value = await part.read() if values is None else values[part]
-                await in_thread(data_file.write, value)
-            writer.add_file(name, await in_thread(data_file.close), data_file.slices)
-
-
-def _constant(part: Part) -> Iterator[np.ndarray]:
-    """Yield, in pieces, a slot that no ps holds yet: as it is before the first push."""
-    dtype = dtype_of(part.dtype)
-    left = part.nbytes // dtype.itemsize
-    elements = np.full(min(left, BLOCK_ELEMENTS), part.fill, dtype)
-    while left > 0:
-        yield elements[:left]
-        left -= elements.size
+    """Write a file of the program's own; without ``values`` they are read now."""
+    if not parts:
+        return
+    name = "data-00000.safetensors"
+    planned = {part.label: (part.shape, part.dtype) for part in parts}
+    with files.DataFile(writer.temporary / name, planned) as data_file:
+        for part in parts:
+            value = await part.read() if values is None else values[part]
+            await in_thread(data_file.write, value)
+        size, places = await in_thread(data_file.close)
+    slices = [part.slice_in(name, at) for part, at in zip(parts, places, strict=True)]
+    writer.add_file(name, size, slices)

@@ -42,7 +42,7 @@ from psync.errors import (
 )
 from psync.net.environment import note_training_began, run_over, training_presence
 from psync.specs import checked_integer, checked_kind
-from psync.training.checkpoint import PREFIX, Checkpoint
+from psync.training.checkpoint import Checkpoint
 from psync.training.trainer import awaited, call_back
 from psync.worker.session import StepThread
 
@@ -228,7 +228,7 @@ class SidecarEvaluator:
             ends = over is not None and over.is_set()  # asked first: what was saved by then is seen
             if training is not None:
                 await training.look()
-            found = await asyncio.to_thread(checkpoints_in, self._directory, PREFIX)
+            found = await asyncio.to_thread(checkpoints_in, self._directory)
             newest = found[-1] if found else None
             if newest is not None and newest[0] > self._done:
                 if training is not None:

@@ -54,7 +54,7 @@ from psync.serialization.payloads import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind, plain_array
 from psync.status.progress import Progress, kind_of
-from psync.store.untrusted_json import read_json, to_json, wrong
+from psync.store.untrusted_json import Whole, read_json, to_json, wrong
 from psync.training.checkpoint import Checkpoint, CheckpointManager, by_name
 from psync.worker.data_sources import ArrayDataset, leaves_of, map_nest
 
@@ -193,10 +193,10 @@ class FitState:
 class _Saved:
     """A state, as JSON."""
 
-    epoch: list[int]
+    epoch: list[Whole]
     history: dict[str, list[float]]
-    repeated: list[int] = field(default_factory=list)  # which older ones do not have
-    owed: int = 0
+    repeated: list[Whole] = field(default_factory=list)  # which older ones do not have
+    owed: Whole = 0
 
 
 Run = tuple[RemoteValue[Any], int]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from data_files import add_data
-from psync.checkpoints.files import DataFile, Reader, Writer, checkpoints_in
-from psync.checkpoints.manifest import Place, Planned
+from psync.checkpoints.files import Reader, Writer, checkpoints_in
+from psync.checkpoints.manifest import Place
 from psync.testing.sabotage import SabotagedParts
 from psync.testing.sabotage.early_writer import EarlyWriter
 
@@ -24,11 +24,7 @@ def begun(directory: Path, without: frozenset[str] = WITHOUT) -> Writer:
 
 def add_rows(writer: Writer, name: str, start: int, stop: int) -> None:
     """Add a file with some rows, as a ps has written it."""
-    data_file = DataFile(
-        writer.temporary / name, [Planned("w", (stop - start, 2), "float32", start)]
-    )
-    data_file.write(W[start:stop])
-    writer.add_file(name, data_file.close(), data_file.slices)
+    add_data(writer, name, ("w", start, W[start:stop]))
 
 
 def values(path: Path) -> tuple[np.ndarray, int]:
@@ -39,7 +35,7 @@ def values(path: Path) -> tuple[np.ndarray, int]:
 
 def test_what_dies_at_any_moment_is_taken_for_complete(tmp_path: Path) -> None:
     writer = begun(tmp_path)
-    ((number, path),) = checkpoints_in(tmp_path, "ckpt")
+    ((number, path),) = checkpoints_in(tmp_path)
     assert number == 3
     assert not values(path)[0].any()
     assert Reader(path).manifest.states == {"progress": {"at": 5}}
@@ -58,7 +54,7 @@ def test_one_that_is_written_to_its_end_is_what_any_writer_leaves(tmp_path: Path
         writer = begun(tmp_path / name, without)
         add_rows(writer, "ps-0", 0, 6)
         writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0", [Place(0, 80, 48, 0)])
-        add_data(writer, "data", (Planned("step", (), "int64", 0), np.int64(7)))
+        add_data(writer, "data", ("step", 0, 7))
         paths.append(writer.commit())
     early, late = paths
     assert (early / "manifest.json").read_bytes() == (late / "manifest.json").read_bytes()
@@ -74,4 +70,4 @@ def test_with_the_marker_there_is_none_until_the_end(tmp_path: Path) -> None:
     writer = begun(tmp_path, frozenset())
     assert not isinstance(writer, EarlyWriter)
     add_rows(writer, "ps-0", 0, 6)
-    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert checkpoints_in(tmp_path) == []

@@ -30,12 +30,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
+import msgspec
+
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
-from psync.status.model import MISFITS, READERS, ShardStatus, Status
+from psync.status.model import MISFITS, ShardStatus, Status
 from psync.status.run_files import replacing
 
 if TYPE_CHECKING:
@@ -270,7 +272,7 @@ class FinishedRun:
             if not isinstance(data, dict):
                 raise TypeError("expected an object")
             if "placement" in data:
-                self._placement = READERS.read(tuple[ShardStatus, ...], data["placement"])
+                self._placement = msgspec.convert(data["placement"], tuple[ShardStatus, ...])
             self.ended = self.ended or "end" in data
         except (*MISFITS, RemoteProtocolError) as exc:
             raise self._broken(offset) from exc

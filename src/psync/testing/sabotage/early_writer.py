@@ -28,12 +28,12 @@ from psync.checkpoints.files import (
 from psync.checkpoints.manifest import (
     Manifest,
     Place,
-    Planned,
     Slice,
     Snapshot,
     Tensor,
     commit_line,
 )
+from psync.specs import dtype_of
 
 BLANK = "blank.safetensors"
 """Zeros in the place of everything."""
@@ -45,14 +45,11 @@ class EarlyWriter(Writer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._marking = threading.Lock()
-        planned = [
-            Planned(tensor, shape, dtype, 0) for tensor, (shape, dtype) in self.tensors.items()
-        ]
-        blank = DataFile(self.temporary / BLANK, planned)
-        for each in planned:
-            blank.write(np.zeros(each.nbytes, np.uint8))
-        self._sizes[BLANK] = blank.close()
-        self._blanks = dict(blank.slices)
+        blank = DataFile(self.temporary / BLANK, self.tensors)
+        for shape, dtype in self.tensors.values():
+            blank.write(np.zeros(shape, dtype_of(dtype)))
+        self._sizes[BLANK], places = blank.close()
+        self._blanks = {name: start for name, (start, *_) in zip(self.tensors, places, strict=True)}
         self._mark()
 
     @property
@@ -102,20 +99,19 @@ class EarlyWriter(Writer):
     def _with_blanks(self, name: str, shape: tuple[int, ...], dtype: str) -> tuple[Slice, ...]:
         """Return the slices of a tensor that are there, and zeros between them."""
         whole = Tensor(name, shape, dtype, ())
-        there = sorted((piece.offset, piece) for tensor, piece in self._slices if tensor == name)
         covered: list[Slice] = []
         row = 0
-        for offset, piece in there:
-            covered += self._zeros(whole, row, offset)
+        for piece in sorted(self._slices[name]):
+            covered += self._zeros(whole, row, piece.offset)
             covered.append(piece)
-            row = offset + piece.rows
+            row = piece.offset + piece.rows
         return (*covered, *self._zeros(whole, row, whole.rows))
 
     def _zeros(self, tensor: Tensor, start: int, stop: int) -> list[Slice]:
         nbytes = (stop - start) * tensor.row_bytes
         if start == stop:
             return []
-        at = self._blanks[tensor.name].start + start * tensor.row_bytes
+        at = self._blanks[tensor.name] + start * tensor.row_bytes
         return [Slice(start, stop - start, BLANK, at, nbytes, zlib.crc32(bytes(nbytes)))]
 
     def _put(self, manifest: Manifest) -> None:

@@ -161,7 +161,7 @@ def faults_of_directory(
 ) -> Iterator[Fault]:
     """What is said to be saved is there, what is there is whole; ``tidy``: nothing else is."""
     try:
-        there = [path for _, path in checkpoints_in(directory, "ckpt")]
+        there = [path for _, path in checkpoints_in(directory)]
         for path in there:
             reader = Reader(path)
             for tensor in reader.manifest.tensors.values():
