@@ -18,9 +18,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from psync.errors import BusyError, PsyncError
+from psync.net.connection import Request
 from psync.store.store import Key, ShardStore, Work
 from psync.store.work import Prepared, ShardWork, Workspace
 
@@ -48,6 +50,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+@dataclass(eq=False)
 class Changing:
     """Something that changes; requests wait for that, and look again.
 
@@ -55,8 +58,7 @@ class Changing:
         waiting: Of these requests.
     """
 
-    def __init__(self) -> None:
-        self.waiting: list[asyncio.Future[None]] = []
+    waiting: list[asyncio.Future[None]] = field(default_factory=list, init=False)
 
     async def changed(self) -> None:
         """Wait until something has changed. Cancellation: safe."""
@@ -200,6 +202,39 @@ class LongWork(Changing):
             else:
                 await self.finish(work)
                 at_once = 0
+
+    def serve(
+        self,
+        request: Request[Any],
+        store: ShardStore,
+        keys: Sequence[Key],
+        costs: Sequence[int],
+        begin: Callable[[int], Work],
+        answer: Callable[[], None],
+    ) -> None:
+        """Do for a request what changes no shard, and answer it: in this turn, if that is little.
+
+        Args:
+            request: Waits for that.
+            store: Has the shards.
+            keys: Of the shards.
+            costs: As for ``shard_by_shard``.
+            begin: Likewise.
+            answer: Called at the end.
+        """
+        if not self.fits_now(store, keys, sum(costs)):
+            request.start(self._serve_slowly(costs, begin, answer))
+            return
+        for position in range(len(costs)):
+            for _ in begin(position):
+                pass
+        answer()
+
+    async def _serve_slowly(
+        self, costs: Sequence[int], begin: Callable[[int], Work], answer: Callable[[], None]
+    ) -> None:
+        await self.shard_by_shard(costs, begin)
+        answer()
 
     def finish_now(self, work: Work) -> None:
         """Do the work on one shard."""

@@ -291,14 +291,6 @@ class ShardStore(RowTable):
         """
         return self._optimizer(optimizer_id).rule
 
-    def is_layerwise(self, optimizer_id: int) -> bool:
-        """Return whether an optimizer takes norms of whole variables.
-
-        Raises:
-            UsageError: If it is not defined.
-        """
-        return isinstance(self._optimizer(optimizer_id).rule, Lamb)
-
     def measure(
         self,
         optimizer_id: int,
@@ -376,14 +368,13 @@ class ShardStore(RowTable):
             if shard is None or shard.busy:
                 self._idle(key)  # says so
 
-    def read_together(self, shards: Plan | Sequence[Key]) -> list[memoryview]:
+    def read_together(self, plan: Plan) -> list[memoryview]:
         """Return the bytes of shards as ``read`` does, in order, in as few views as can be.
 
         Raises:
             UnknownVariableError: If a shard is not here.
             BusyError: If an update of one of them is under way.
         """
-        plan = shards if isinstance(shards, Plan) else Plan(shards)
         if plan.layout != self.layout:
             self._settle(plan)
         views: list[memoryview] = []
@@ -402,7 +393,7 @@ class ShardStore(RowTable):
     def apply_at_once(
         self,
         optimizer_id: int,
-        shards: Plan | Sequence[Key],
+        plan: Plan,
         gradients: Gradients | Means,
         step: int,
     ) -> None:
@@ -414,7 +405,6 @@ class ShardStore(RowTable):
         Raises:
             BusyError: If an update of one of them is under way; none is applied then.
         """
-        plan = shards if isinstance(shards, Plan) else Plan(shards)
         if plan.layout != self.layout:
             self._settle(plan)
         for run in plan.runs:
