@@ -23,7 +23,6 @@ come in any order and more than once, and negative ones are refused. Added: weig
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from psync.errors import (
     ConfigurationError,
     PartitionError,
     RemoteProtocolError,
-    UsageError,
     ValueMismatchError,
 )
 from psync.numerics.casting import overflow
@@ -50,43 +48,21 @@ ResultT = TypeVar("ResultT")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class TakeState(enum.Enum):
-    """Where a take stands; READY and CANCELLED are final."""
-
-    WAITING = "waiting"  # for gradients, or for the takes before it
-    COMPLETE = "complete"  # its gradients are known, and nobody else's; its result is to be made
-    READY = "ready"  # it has its result
-    CANCELLED = "cancelled"  # it got nothing
-
-
+@dataclass(slots=True, eq=False)
 class Take(Generic[ResultT]):
     """A pending or completed request for the gradients of one step, reduced to one."""
 
-    __slots__ = ("_making", "_result", "count", "num_required", "owner", "state", "step")
-
-    def __init__(self, num_required: int, owner: Any = None) -> None:
-        self.owner = owner  # whoever has asked for it; opaque
-        self.num_required = num_required  # gradients that must be there
-        self.state = TakeState.WAITING
-        self.count = 0  # gradients in the result: num_required or more; 0 while it waits
-        self.step = -1  # of the accumulator after this take; -1 while it waits
-        self._making: Pieces[ResultT]  # set when it is COMPLETE
-        self._result: ResultT  # set when it is READY
-
-    def result(self) -> ResultT:
-        """Return what was taken; it belongs to the caller.
-
-        Raises:
-            UsageError: If there is no result, yet or at all.
-        """
-        if self.state is not TakeState.READY:
-            raise UsageError(f"the take is {self.state.value}: it has no result")
-        return self._result
+    num_required: int  # gradients that must be there
+    owner: Any = None  # whoever has asked for it; opaque
+    count: int = 0  # gradients in the result: num_required or more; 0 until it is complete
+    step: int = -1  # of the accumulator after this take; -1 until it is complete
+    result: Any = None  # what was taken, once it is made; it belongs to the caller
+    reduction: Pieces[ResultT] | None = None  # makes it; set when it is complete
 
     def making(self) -> Pieces[None]:
-        """Make the result of a take that is COMPLETE, once its gradients were added."""
-        self._result = yield from self._making
-        self.state = TakeState.READY
+        """Make the result of a take that is complete, once its gradients were added."""
+        assert self.reduction is not None, "it is complete"
+        self.result = yield from self.reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +177,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Ask for what at least ``num_required`` gradients amount to, for an owner.
 
         Returns:
-            A take, WAITING even if enough gradients are there: ``complete`` completes it.
+            A take, which waits even if enough gradients are there: ``complete`` completes it.
 
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
@@ -210,22 +186,12 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.waiting[take] = None
         return take
 
-    def withdraw(self, take: Take[ResultT]) -> bool:
-        """Cancel a waiting take; it consumes nothing. One that has ended stays as it is.
+    def withdraw(self, take: Take[ResultT]) -> None:
+        """Cancel a take of this accumulator that waits; it consumes nothing.
 
-        Returns:
-            Whether it was waiting. ``complete`` then completes the one behind it, if it can be.
-
-        Raises:
-            UsageError: If the take waits in another accumulator.
+        ``complete`` then completes the one behind it, if it can be.
         """
-        if take.state is not TakeState.WAITING:
-            return False
-        if take not in self.waiting:
-            raise UsageError(f"{self}: expected a take of this accumulator")
         del self.waiting[take]
-        take.state = TakeState.CANCELLED
-        return True
 
     def offer(
         self, given: Any, local_step: int, weight: float, nonfinite: int | None = None
@@ -262,15 +228,15 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Complete the first take, if there are enough gradients for it: it gets all of them.
 
         Returns:
-            The take, COMPLETE; None: there are too few gradients, or no take waits.
+            The take; None: there are too few gradients, or no take waits.
         """
         take = next(iter(self.waiting), None)
         if take is None or self._count < take.num_required:
             return None
-        take._making = self._reduce(self._sum)
         del self.waiting[take]
         self.step += 1
-        take.count, take.step, take.state = self._count, self.step, TakeState.COMPLETE
+        take.reduction = self._reduce(self._sum)
+        take.count, take.step = self._count, self.step
         self._count, self._sum = 0, None
         return take
 

@@ -55,7 +55,8 @@ def take_grad(held: Accumulator[Any, Any], num_required: int) -> Take[Any]:
 
 def cancel(held: Accumulator[Any, Any], take: Take[Any]) -> Take[Any] | None:
     """Cancel a take; return the one behind it that was completed by that."""
-    return complete(held) if held.withdraw(take) else None
+    held.withdraw(take)
+    return complete(held)
 
 
 def refusal(call, *args, error: type[Exception] = ValueMismatchError, **options) -> str:

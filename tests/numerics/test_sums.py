@@ -38,7 +38,7 @@ from psync.numerics.sums import (
     sum_of_squares,
 )
 from psync.specs import ShardSpec, dtype_of
-from psync.store.store import Means, ShardStore, Work
+from psync.store.store import Means, Plan, ShardStore, Work
 
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -461,7 +461,7 @@ class TestApplyMeanAtOnce:
         before = [b"".join(snapshot) for snapshot in snapshots]
         weights = (1.0, 0.25)
         pushes = [[numbers(size, dtype, 7 + i) for size in self.SIZES] for i in range(2)]
-        at_once.apply_at_once(0, keys, Means(pushes, weights), 5)
+        at_once.apply_at_once(0, Plan(keys), Means(pushes, weights), 5)
         for key, *gradients in zip(keys, *pushes, strict=True):
             run(one_by_one.apply_checked(0, key, one_by_one.mean_of(gradients, weights), 5))
         for key in keys:

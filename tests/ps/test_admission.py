@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psync.errors import LockLost
+from psync.errors import CutLost, LockLost
 from psync.numerics.memory import BlockPool
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.store.ledger import Fresh, Ledger
@@ -160,7 +160,7 @@ def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_was_judged_and_ps_0() 
 def test_admitted_messages_pass_until_the_gate_is_opened() -> None:
     gate = gate_of(Ledger())
     gate.shut(3)
-    assert gate.admit(3, [(W0, 2)])
+    gate.admit(3, [(W0, 2)])
     assert not gate.holds(W0, 2)
     assert gate.holds(W0, 3)
     assert gate.open(3)
@@ -174,7 +174,8 @@ def test_only_the_present_cut_admits_and_opens() -> None:
     gate.shut(3)
     gate.shut(2)  # it comes late
     assert gate.cut == 3
-    assert not gate.admit(2, [(W0, 2)])
+    with pytest.raises(CutLost):
+        gate.admit(2, [(W0, 2)])
     assert not gate.open(2)
     assert gate.holds(W0, 2)
     gate.shut(4)

@@ -16,7 +16,7 @@ from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Fresh, Ledger
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
 from psync.store.snapshot_state import SnapshotState
-from psync.store.store import ShardStore
+from psync.store.store import Plan, ShardStore
 
 PS = "/job:ps/task:0"
 W0 = ("/job:worker/task:0", 21)
@@ -168,7 +168,7 @@ class TestWhatIsKept:
             store.create(spec(f"v{number}", number, (8,)))
         for numbers in ([0], [0, 1], [2], [1, 2]):
             keys, ones = [(number, 0) for number in numbers], np.ones(8, np.float32)
-            store.apply_at_once(1, keys, [ones] * len(keys), store.begin_push(1, 0))
+            store.apply_at_once(1, Plan(keys), [ones] * len(keys), store.begin_push(1, 0))
         copy = again(store).store
         same(store, copy)
         for each in (store, copy):

@@ -36,7 +36,7 @@ from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import Loaded, freeze
 from psync.store.snapshot_state import NOTHING, SnapshotState
 from psync.store.store import Adjacent, Means, Plan, ShardStore, Work, ones
-from psync.store.work import BlockWork, Workspace
+from psync.store.work import ShardWork, Workspace
 from rule_table import RULES
 
 TASK = "/job:ps/task:1"
@@ -258,7 +258,7 @@ def test_whatever_is_done_a_store_has_what_numpy_has_and_what_was_read_stays(
                 run(work)
             else:  # (1 · 0 + 3 · g) / 4
                 pushes = [[grad * 0 for grad in flat], adjacent(flat) if number % 2 else flat]
-                store.apply_at_once(optimizer, keys, Means(pushes, (1, 3)), step)
+                store.apply_at_once(optimizer, Plan(keys), Means(pushes, (1, 3)), step)
                 grads = [grad * np.float32(0.75) for grad in grads]
             for each, grad in zip(keys, grads, strict=True):
                 model.update(optimizer, each, grad, step)
@@ -316,7 +316,7 @@ def test_every_rule_gives_the_same_bits_however_its_shards_are_pushed(
     for step in range(6):
         grads = [drawn(step, (size,)).astype(dtype_of(dtype)) for size in sizes.values()]
         stores[0].apply_at_once(
-            0, keys, Means([adjacent(grads)], [1.0]) if step % 2 else grads, step
+            0, Plan(keys), Means([adjacent(grads)], [1.0]) if step % 2 else grads, step
         )
         for key, grad in zip(keys, grads, strict=True):
             run(stores[1].apply(0, key, grad, step))
@@ -370,7 +370,7 @@ def test_slots_of_shards_that_are_pushed_apart_are_laid_out_with_no_others() -> 
 
     def arenas(*numbers: int) -> int:
         keys = [(number, 0) for number in numbers]
-        store.apply_at_once(0, keys, [np.ones(4, np.float32)] * len(keys), 0)
+        store.apply_at_once(0, Plan(keys), [np.ones(4, np.float32)] * len(keys), 0)
         slots = [each.slots[0, "m"] for each in store.shards().values() if each.slots]
         return len({each.arena for each in slots if isinstance(each, ArenaArray)})
 
@@ -393,7 +393,7 @@ def test_where_one_shard_is_busy_none_is_updated(repeats: bool) -> None:
     keys = [KEY, *[KEY] * repeats, (1, 0)]
     work = store.read_rows((1, 0), np.array([0]), np.empty(4, np.uint8))
     with pytest.raises(BusyError):
-        store.apply_at_once(0, keys, [np.ones(2, np.float32)] * len(keys), 0)
+        store.apply_at_once(0, Plan(keys), [np.ones(2, np.float32)] * len(keys), 0)
     run(work)
     assert value(store).tolist() == [1, 1]
 
@@ -670,7 +670,7 @@ def test_a_shard_is_busy_until_its_work_is_done_which_is_done_whoever_abandons_i
         lambda: store.read_rows(KEY, np.array([0]), np.empty(28, np.uint8)),
         lambda: store.copy(spec_of(LARGE, number=2), KEY),
         lambda: store.check_idle([(1, 0), KEY]),
-        lambda: store.apply_at_once(0, [KEY], [np.ones(LARGE, np.float32).reshape(-1)], 0),
+        lambda: store.apply_at_once(0, Plan([KEY]), [np.ones(LARGE, np.float32).reshape(-1)], 0),
         *(lambda each=each: some_work(store, each) for each in ("assign", "push", "rows")),
     ):
         with pytest.raises(BusyError, match=f"{WHERE}an update is in progress"):
@@ -698,11 +698,12 @@ def test_blocks_of_a_push_that_are_computed_elsewhere_have_the_same_bits(rule: U
     stores = [store_of(shape, "float32", rule, value=drawn(1, shape)) for _ in range(2)]
     works = [store.apply(0, KEY, drawn(2, shape), 0) for store in stores]
     work, handed_out = works[0], 0
-    assert isinstance(work, BlockWork)
+    assert isinstance(work, ShardWork)
     for _ in works[0]:
-        while (out := work.hand_out(2)) is not None:
-            out.compute(Workspace())
-            out.commit()
+        while out := work.hand_out(2):
+            for block in out:
+                block.compute(Workspace())
+            work.take_back(out)
             handed_out += 1
     assert handed_out >= 2
     run(works[1])
@@ -724,7 +725,7 @@ def test_a_shard_whose_update_has_failed_half_way_is_never_read(
     monkeypatch.setattr(pool_of(store), "take", no_memory)
     grad = np.ones(4, np.float32)
     with pytest.raises(MemoryError):
-        _ = store.apply_at_once(0, [KEY], [grad], 0) if together else next(work)
+        _ = store.apply_at_once(0, Plan([KEY]), [grad], 0) if together else next(work)
     with pytest.raises(BusyError):
         store.read(KEY)
     with pytest.raises(BusyError):
@@ -864,7 +865,7 @@ def test_excluded_variables_do_not_decay() -> None:
     options = RuleOptions(weight_decay=0.5, excluded_words=("bias",))
     store = store_of((4,), "float32", SGD(0.5).with_options(options), fill=1)
     store.create(spec_of((4,), number=1, name="bias"), fill=1)
-    store.apply_at_once(0, [KEY, (1, 0)], [np.zeros(4, np.float32)] * 2, 0)
+    store.apply_at_once(0, Plan([KEY, (1, 0)]), [np.zeros(4, np.float32)] * 2, 0)
     assert value(store).tolist() == [0.75] * 4
     assert value(store, (1, 0)).tolist() == [1] * 4
 
@@ -873,7 +874,7 @@ def test_excluded_variables_do_not_decay() -> None:
 def test_to_measure_changes_nothing_and_tells_what_is_applied(steps: int | None) -> None:
     rule = Lamb(0.5).with_options(RuleOptions(gradient_accumulation_steps=steps))
     store = store_of(LARGE, "float32", rule, fill=1)
-    assert store.is_layerwise(0)
+    assert store.rule(0).takes_norms
     grad, count = np.ones(LARGE, np.float32), float(np.prod(LARGE))
     if steps:
         run(store.apply(0, KEY, grad, 0))
@@ -958,12 +959,12 @@ def test_other_shards_of_the_push_are_updated(registry: None) -> None:
         store.create(spec_of((4,), number=number, name=f"v{number}"))
     keys = store.keys()
     gradients = [np.full(4, size, np.float32) for size in (1, 2 * own_rules.TOO_LARGE, 1)]
-    store.apply_at_once(0, keys, gradients, 0)
+    store.apply_at_once(0, Plan(keys), gradients, 0)
     error = store.take_failure(0, 0)
     assert error is not None
     assert '"v1/part_0"' in error.message
     assert store.take_failure(0, 0) is None  # once
-    store.apply_at_once(0, keys, Means([gradients, gradients], [1.0, 1.0]), 1)
+    store.apply_at_once(0, Plan(keys), Means([gradients, gradients], [1.0, 1.0]), 1)
     assert store.take_failure(0, 1) is not None
     assert [store.version(key) for key in keys] == [2, 0, 2]
 

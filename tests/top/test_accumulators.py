@@ -17,19 +17,16 @@ from psync.accumulators import (
     Applied,
     ConditionalAccumulator,
     Take,
-    TakeState,
     other_parameters,
     rule_of,
 )
-from psync.errors import ConfigurationError, RemoteProtocolError, UsageError, ValueMismatchError
+from psync.errors import ConfigurationError, RemoteProtocolError, ValueMismatchError
 from psync.numerics.sums import at_once
 from psync.specs import Outcome
 from psync.wire.codec import replace
 from psync.wire.messages import DefineAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
-WAITING, COMPLETE = TakeState.WAITING, TakeState.COMPLETE
-READY, CANCELLED = TakeState.READY, TakeState.CANCELLED
 
 
 class Unconvertible:
@@ -97,9 +94,9 @@ class TestOrderOfChecks:
     ) -> None:
         take = take_grad(held, 2)
         assert refusal(apply_grad, held, gradient, step, weight) == said
-        assert (held.step, held.num_accumulated(), take.state) == (3, 1, WAITING)
+        assert (held.step, held.num_accumulated(), [*held.waiting]) == (3, 1, [take])
         apply_grad(held, array(3, 3), 3)
-        assert take.result().tolist() == [2, 2]
+        assert take.result.tolist() == [2, 2]
 
     @pytest.mark.parametrize("step", [3, np.int32(3), np.array(3)], ids=repr)
     def test_an_integer_of_any_kind_is_a_local_step(
@@ -141,10 +138,6 @@ class TestTakes:
             assert message == f"expected a number of gradients above 0, got {number!r}"
             assert (held.num_accumulated(), held.step) == (1, 0)
 
-    def test_a_take_that_waits_has_no_result(self) -> None:
-        with pytest.raises(UsageError, match="the take is waiting: it has no result"):
-            take_grad(accumulator(), 1).result()
-
 
 class TestCancellation:
     def test_a_cancelled_take_consumes_nothing(self) -> None:
@@ -152,17 +145,10 @@ class TestCancellation:
         apply_grad(held, array(1))
         take = take_grad(held, 2)
         assert cancel(held, take) is None
-        assert (take.state, held.num_accumulated(), held.step) == (CANCELLED, 1, 0)
+        assert (held.num_accumulated(), held.step) == (1, 0)
         assert apply_grad(held, array(3)) == Applied(ACCEPTED, 2, 0)
-        assert take_grad(held, 1).result().tolist() == [2]
-        with pytest.raises(UsageError, match="the take is cancelled: it has no result"):
-            take.result()
-
-    def test_a_take_of_another_accumulator_is_refused(self) -> None:
-        take = take_grad(accumulator(), 1)
-        message = refusal(cancel, accumulator(), take, error=UsageError)
-        assert message == "expected a take of this accumulator"
-        assert take.state is WAITING
+        assert take_grad(held, 1).result.tolist() == [2]
+        assert take.result is None
 
 
 class TestMemory:
@@ -185,13 +171,10 @@ class TestPieces:
         assert applied == [
             Applied(ACCEPTED, 1, 0), Applied(ACCEPTED, 0, 1, first), Applied(ACCEPTED, 0, 2, second)
         ]  # fmt: skip
-        assert (first.state, first.count, first.step) == (COMPLETE, 2, 1)
-        with pytest.raises(UsageError, match="the take is complete: it has no result"):
-            first.result()
+        assert (first.result, first.count, first.step) == (None, 2, 1)
         for each in applied:
             at_once(each.work())
-        assert (first.result(), second.result()) == (2, 7)
-        assert first.state is second.state is READY
+        assert (first.result, second.result) == (2, 7)
 
     def test_a_gradient_has_to_fit_those_that_are_to_be_added(self) -> None:
         held = accumulator(None)
@@ -201,16 +184,16 @@ class TestPieces:
         held.complete()
         assert held.offer(array(1), 1, 1.0).outcome is ACCEPTED
 
-    def test_a_take_that_is_complete_cannot_be_withdrawn(self) -> None:
+    def test_a_take_may_be_completed_before_its_gradients_are_added(self) -> None:
         held = accumulator((1,))
         work = held.offer(array(1), 0, 1.0).work()
         take = held.enter(1)
         assert held.complete() is take
-        assert not held.withdraw(take)
+        assert not held.waiting
         assert (held.num_accumulated(), held.step) == (0, 1)
         at_once(work)
         at_once(take.making())
-        assert take.result().tolist() == [1]
+        assert take.result.tolist() == [1]
 
     def test_who_knows_how_many_values_are_not_finite_may_say_so(self) -> None:
         held = accumulator((2,), forbid_nonfinite=True)
@@ -236,7 +219,7 @@ class AgainstAModel(RuleBasedStateMachine):
         self.step = 0
         self.gradients: list[tuple[int, Fraction]] = []
         self.waiting: list[Take] = []
-        self.ended: dict[Take, tuple[TakeState, object]] = {}
+        self.ended: dict[Take, object] = {}
 
     def serve(self) -> Take | None:
         """Only the head, and only if enough gradients are there."""
@@ -245,7 +228,7 @@ class AgainstAModel(RuleBasedStateMachine):
         take = self.waiting.pop(0)
         weights = sum(weight for _, weight in self.gradients)
         mean = sum(value * weight for value, weight in self.gradients) / weights
-        self.ended[take] = (READY, [float(mean)])
+        self.ended[take] = [float(mean)]
         self.step += 1
         self.gradients = []
         return take
@@ -269,21 +252,17 @@ class AgainstAModel(RuleBasedStateMachine):
     def take(self, number: int) -> None:
         take = take_grad(self.held, number)
         self.waiting.append(take)
-        assert self.serve() is (take if take.state is READY else None)
+        assert self.serve() is (None if take.result is None else take)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        takes = [*self.waiting, *self.ended]
-        if not takes:
+        if not self.waiting:
             return
-        take = data.draw(st.sampled_from(takes))
-        completed: Take | None = None
+        take = data.draw(st.sampled_from(self.waiting))
         cancelled = cancel(self.held, take)
-        if take in self.waiting:
-            self.waiting.remove(take)
-            self.ended[take] = (CANCELLED, None)
-            completed = self.serve()
-        assert cancelled is completed
+        self.waiting.remove(take)
+        self.ended[take] = None
+        assert cancelled is self.serve()
 
     @rule(step=st.integers(0, 5))
     def set_step(self, step: int) -> None:
@@ -293,11 +272,9 @@ class AgainstAModel(RuleBasedStateMachine):
     @invariant()
     def all_agree(self) -> None:
         assert (self.held.step, self.held.num_accumulated()) == (self.step, len(self.gradients))
-        assert all(take.state is WAITING for take in self.waiting)
-        for take, (state, result) in self.ended.items():
-            assert take.state is state
-            if state is READY:
-                assert take.result().tolist() == result
+        assert [*self.held.waiting] == self.waiting
+        for take, result in self.ended.items():
+            assert (None if take.result is None else take.result.tolist()) == result
 
 
 TestAgainstAModel = AgainstAModel.TestCase

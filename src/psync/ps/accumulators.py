@@ -44,6 +44,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -92,9 +93,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
-
-PIECE_BYTES = 8 << 20
-"""What is copied for a backup between two turns of the loop."""
 
 
 class HostedAccumulator:
@@ -181,12 +179,6 @@ class Accumulators:
         # Requests that wait for a take, by client, accumulator and number of the take.
         self._waiting: dict[tuple[Client, str, int], list[Request[TakeGradient]]] = {}
         self._left: list[Request[TakeGradient]] = []  # of them: whose connections have ended
-        self._turns: dict[type[Message], Callable[[Request[Any]], Compute | None]] = {
-            DefineAccumulator: self._define,
-            UpdateAccumulator: self._change,
-            TakeGradient: self._enter,
-            EndTakes: self._end,
-        }
         for definition, step in definitions:
             hosted = self.hosted[definition.name] = HostedAccumulator(definition)
             hosted.rule.set_global_step(step)
@@ -194,20 +186,15 @@ class Accumulators:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            DefineAccumulator: Handler(self._do),
+            DefineAccumulator: self._executor.logged(Handler(self._define)),
             UpdateAccumulator: Handler(self._gradient),
             TakeGradient: Handler(self._take),
-            EndTakes: Handler(
-                lambda request: self._do(nobodys(request.peer.client, request.message))
-            ),
+            EndTakes: self._executor.logged(Handler(self._end)),
         }
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
-        return {
-            **dict.fromkeys(self._turns, Handler(self._do)),
-            UpdateAccumulator: Handler(self._gradient),
-        }  # fmt: skip
+        return {**self.handlers(), TakeGradient: self._executor.logged(Handler(self._enter))}
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
         """Return what each accumulator was defined as, and its global step."""
@@ -271,11 +258,6 @@ class Accumulators:
             raise UnknownVariableError(f'{self._task}: accumulator "{name}" is not defined')
         return hosted
 
-    def _do(self, request: Request[Any]) -> None:
-        """Do what a message says when it is its turn."""
-        turn, message = self._turns[type(request.message)], request.message
-        self._executor.submit(request, message, request.segments, lambda: turn(request))
-
     def _define(self, request: Request[DefineAccumulator]) -> None:
         message = request.message
         self._ledger.check_incarnation(*request.peer.client)
@@ -296,26 +278,26 @@ class Accumulators:
         if is_large and hosted is not None and hosted.rule.forbid_nonfinite:
             request.start(self._when_looked_through(request, hosted.rule.dtype))
         else:
-            self._do(request)
+            self._submit(request)
 
     async def _when_looked_through(
         self, request: Request[UpdateAccumulator], dtype: np.dtype[Any]
     ) -> None:
         """Count values that are not finite, with the loop running in between; then do it."""
-        body = request.segments
-        data = bytes_of(body[-1])
+        data = bytes_of(request.segments[-1])
         values = data[: data.size // dtype.itemsize * dtype.itemsize].view(dtype)
         nonfinite = 0
         for part in cuts(values.size, dtype.itemsize):
             nonfinite += count_nonfinite(values[part])
             await asyncio.sleep(0)
+        self._submit(request, nonfinite)
+
+    def _submit(self, request: Request[UpdateAccumulator], nonfinite: int | None = None) -> None:
         self._executor.submit(
-            request, request.message, body, lambda: self._change(request, nonfinite)
+            request, request.message, request.segments, lambda: self._change(request, nonfinite)
         )
 
-    def _change(
-        self, request: Request[UpdateAccumulator], nonfinite: int | None = None
-    ) -> Compute | None:
+    def _change(self, request: Request[UpdateAccumulator], nonfinite: int | None) -> Compute | None:
         """Do what changes an accumulator, at most once."""
         client, message = request.peer.client, request.message
         hosted = self._known(client, message.accumulator)
@@ -384,7 +366,8 @@ class Accumulators:
                 self._waits_no_more(request)
                 request.fail(outcome)
 
-        self._do(OwnRequest(peer, request.message, [], entered))
+        own = OwnRequest(peer, request.message, [], entered)
+        self._executor.submit(own, request.message, (), lambda: self._enter(own))
 
     def _enter(self, request: Request[TakeGradient]) -> Compute | None:
         """Let a take wait; one that waits goes on waiting, one that has its value gets it."""
@@ -487,7 +470,8 @@ class Accumulators:
                 client, accumulator, take = _name(request)
                 ended.setdefault((client, accumulator), []).append(take)
         for (client, accumulator), takes in ended.items():
-            self._do(nobodys(client, EndTakes(accumulator, 0, takes)))
+            ending = nobodys(client, EndTakes(accumulator, 0, takes))
+            self._executor.submit(ending, ending.message, (), partial(self._end, ending))
 
     def _waits_no_more(self, request: Request[TakeGradient]) -> bool:
         """Note that a request waits no more; return whether no other waits for its take."""
@@ -508,9 +492,9 @@ class Accumulators:
         for name, each in self.hosted.items():
             contents: tuple[Any, ...] | None = None
             if (held := each.rule.held()) is not None:
-                pieces = await _copies(held[1])
-                arrays += pieces
-                contents = *held[0], len(pieces)
+                copies = [await asyncio.to_thread(array.copy) for array in held[1]]
+                arrays += map(to_bytes_view, copies)
+                contents = *held[0], len(copies)
             waiting = [
                 (*take.owner.client, take.owner.sequence, take.num_required)
                 for take in each.rule.waiting
@@ -525,7 +509,11 @@ class Accumulators:
             each = self.hosted[name]
             if contents is not None:
                 *held, count = contents
-                await _fill(each.rule.hold(*held), list(itertools.islice(arrays, count)))
+                here, came = each.rule.hold(*held), list(itertools.islice(arrays, count))
+                if [array.nbytes for array in here] != list(map(len, came)):
+                    raise RemoteProtocolError(f'the contents of "{name}" do not have its size')
+                for array, data in zip(here, came, strict=True):
+                    await asyncio.to_thread(np.copyto, bytes_of(array), bytes_of(data))
             each.restore(takers, arrays)
             for task, incarnation, number, num_required in waiting:
                 verdict = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
@@ -566,7 +554,7 @@ def gradient_of(
 
 def answer_of(take: Take[Any]) -> Answer:
     """Return what is answered to a take whose value is made."""
-    result: np.ndarray | IndexedSlices = take.result()
+    result: np.ndarray | IndexedSlices = take.result
     if isinstance(result, IndexedSlices):
         arrays, dense_shape = [result.indices, result.values], list(result.dense_shape or ())
     else:
@@ -606,29 +594,3 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
 
 def _pack(answer: object) -> bytes | None:
     return encode(answer) if isinstance(answer, AccumulatorState) else None
-
-
-def _pieces(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the memory of arrays, as bytes."""
-    for array in arrays:
-        data = bytes_of(array)
-        for at in range(0, data.size, PIECE_BYTES):
-            yield data[at : at + PIECE_BYTES]
-
-
-async def _copies(arrays: Iterable[np.ndarray]) -> list[memoryview]:
-    copies = []
-    for piece in _pieces(arrays):
-        copies.append(to_bytes_view(piece.copy()))
-        await asyncio.sleep(0)
-    return copies
-
-
-async def _fill(arrays: Iterable[np.ndarray], body: Sequence[memoryview]) -> None:
-    """Write to arrays what ``_copies`` has returned for others of the same shapes."""
-    pieces = list(_pieces(arrays))
-    if list(map(len, pieces)) != list(map(len, body)):
-        raise RemoteProtocolError("an accumulator's contents differ from the announced ones")
-    for piece, data in zip(pieces, body, strict=True):
-        piece[:] = bytes_of(data)
-        await asyncio.sleep(0)

@@ -44,7 +44,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psync.errors import ClosedError, CutLost, LockLost, UsageError
 from psync.net.connection import Connection, Handler, Request
@@ -89,34 +89,6 @@ class Claim:
     turn: asyncio.Future[None] | None = None  # of an update that waits for it
 
 
-class _Peers:
-    """Connections whose end is heard of.
-
-    Args:
-        lost: Told of it.
-    """
-
-    def __init__(self, lost: Callable[[Connection], None]) -> None:
-        self._lost = lost
-        self._peers: set[Connection] = set()
-
-    def watch(self, peer: Connection) -> None:
-        """Hear of the end of this one."""
-        if peer not in self._peers:
-            self._peers.add(peer)
-            peer.on_closed.append(self._closed)
-
-    def forget(self) -> None:
-        """Forget all: they may outlive whoever hears of their end."""
-        for peer in self._peers:
-            peer.on_closed.remove(self._closed)
-        self._peers.clear()
-
-    def _closed(self, peer: Connection) -> None:
-        self._peers.discard(peer)
-        self._lost(peer)
-
-
 Holder = tuple[str, int, int]
 """Task, incarnation, number of the lock."""
 
@@ -141,7 +113,6 @@ class PsLocks:
 
     def __init__(self, task: str, store: ShardStore) -> None:
         self.taken = self.expired = 0
-        self._peers = _Peers(self._connection_lost)
         self._task = task
         self._store = store
         self._held: dict[Claim, None] = {}
@@ -182,7 +153,6 @@ class PsLocks:
         self._closed = True
         for holder in list(self._locks):
             self._drop(holder)
-        self._peers.forget()
 
     # For updates, and for who speaks under a lock.
 
@@ -288,10 +258,10 @@ class PsLocks:
         for key in keys:
             self._store.spec(key)  # raises for one that is not here
         self._drop(holder)  # asked for again: the connection of the first time has gone
-        self._peers.watch(peer)
         lock = _Lock(peer, self.claim(keys, exclusive=True), message.lease_s)
         self._locks[holder] = lock
         peer.holds += 1
+        peer.on_closed.append(self._connection_lost)
         if lock.claim.held:
             self._start_lease(holder, lock)
             request.answer(Done())
@@ -348,6 +318,7 @@ class PsLocks:
             if lock.timer is not None:
                 lock.timer.cancel()
             lock.peer.holds -= 1
+            _unwatch(lock.peer, self._connection_lost)
             self.end(lock.claim)
 
     def _ended(self, number: int) -> LockLost:
@@ -360,6 +331,7 @@ class PsLocks:
 # The gate.
 
 
+@dataclass(eq=False)
 class UpdateGate(Changing):
     """Serves one coordinator's cuts on one ps.
 
@@ -371,34 +343,26 @@ class UpdateGate(Changing):
         check_coordinator: Raises unless a peer is the coordinator that is served.
         pause_steps: Returns when no synchronous step is being closed, and lets none begin.
         resume_steps: Lets them go on.
-
-    Attributes:
+        cuts: For how many it was shut.
+        cut: For which it is shut; 0: it is open.
         held_back: Messages (client, sequence) that have arrived whole and wait, at this gate or for
             a lock; some more than once, since they were sent again.
     """
 
-    def __init__(
-        self,
-        task: str,
-        ledger: Ledger,
-        exempt: str,
-        check_coordinator: Callable[[Connection], None],
-        pause_steps: Callable[[], Awaitable[None]],
-        resume_steps: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._peers = _Peers(self._connection_lost)
-        self.cuts = 0  # for which the gate was shut
-        self._task = task
-        self._ledger = ledger
-        self.cut = 0  # for which it is shut; 0: it is open
-        self.held_back: Counter[tuple[Client, int]] = Counter()
+    task: str
+    ledger: Ledger
+    exempt: str
+    check_coordinator: Callable[[Connection], None]
+    pause_steps: Callable[[], Awaitable[None]]
+    resume_steps: Callable[[], None]
+    cuts: int = 0
+    cut: int = 0
+    held_back: Counter[tuple[Client, int]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._peer: Connection | None = None  # over which it was last shut
         self._over = 0  # the highest cut for which it was opened
-        self._exempt = exempt
         self._admitted: set[tuple[Client, int]] = set()
-        self._check_coordinator = check_coordinator
-        self._pause_steps = pause_steps
-        self._resume_steps = resume_steps
         self._under_way = 0  # updates that take longer than a turn
         self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
         self._timer: asyncio.TimerHandle | None = None
@@ -430,12 +394,13 @@ class UpdateGate(Changing):
             CutLost: It is not.
         """
         if self.cut != cut:
-            raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
+            raise CutLost(f"{self.task} lets updates through again: cut {cut} is over")
 
     def close(self) -> None:
         """Open for good: whoever waits goes on."""
-        self.open_for(self.cut)
-        self._peers.forget()
+        self.open(self.cut)
+        if self._peer is not None:
+            _unwatch(self._peer, self._connection_lost)
 
     # The rule.
 
@@ -451,28 +416,34 @@ class UpdateGate(Changing):
         return self.cut == cut
 
     def open(self, cut: int) -> bool:
-        """Let all updates through; return whether it was shut for this cut."""
+        """Let all updates through, if it is shut for this cut; return whether it was."""
         self._over = max(self._over, cut)
         if cut != self.cut or not cut:
             return False
         self.cut = 0
         self._admitted.clear()
+        self._cancel_timer()
+        self.resume_steps()
+        self.wake()
         return True
 
-    def admit(self, cut: int, updates: Iterable[tuple[Client, int]]) -> bool:
-        """Let these messages (client, sequence) through; False: it is not shut for this cut."""
-        if cut != self.cut:
-            return False
+    def admit(self, cut: int, updates: Iterable[tuple[Client, int]]) -> None:
+        """Let these messages (client, sequence) through.
+
+        Raises:
+            CutLost: It is not shut for this cut.
+        """
+        self.check(cut)
         self._admitted.update(updates)
-        return True
+        self.wake()
 
     def holds(self, client: Client, sequence: int) -> bool:
         """Return whether a message has to wait. What has begun here goes on."""
         return (
             self.cut > 0
-            and client[0] != self._exempt
+            and client[0] != self.exempt
             and (client, sequence) not in self._admitted
-            and not self._ledger.knows(client, sequence)
+            and not self.ledger.knows(client, sequence)
         )
 
     def unsettled(self, updates: Iterable[tuple[Client, int]]) -> list[tuple[Client, int]]:
@@ -480,7 +451,7 @@ class UpdateGate(Changing):
         return [
             (client, sequence)
             for client, sequence in updates
-            if (client, sequence) in self.held_back or not self._ledger.is_settled(client, sequence)
+            if (client, sequence) in self.held_back or not self.ledger.is_settled(client, sequence)
         ]
 
     # For updates.
@@ -524,18 +495,22 @@ class UpdateGate(Changing):
 
     async def _shut(self, request: Request[Gate]) -> None:
         peer, message = request.peer, request.message
-        self._check_coordinator(peer)
+        self.check_coordinator(peer)
         if not self.shut(message.cut):  # what said that it is over was faster
-            raise CutLost(f"{self._task}: cut {message.cut} is over")
+            raise CutLost(f"{self.task}: cut {message.cut} is over")
         self.cuts += 1
-        self._peers.watch(peer)
+        if self._peer is not peer:
+            peer.on_closed.append(self._connection_lost)
+            if self._peer is not None:
+                _unwatch(self._peer, self._connection_lost)
+            self._peer = peer
         self._cancel_timer()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(MAX_SHUT_S, self._expired, message.cut)
-        await self._pause_steps()
+        await self.pause_steps()
         while self._under_way:
             await self.changed()
-        request.answer(Done(), [to_json(self._ledger.others())])
+        request.answer(Done(), [to_json(self.ledger.others())])
 
     async def let_through(self, cut: int, updates: Sequence[tuple[Client, int]]) -> None:
         """Let these messages (client, sequence) through, and wait until all are settled.
@@ -546,14 +521,13 @@ class UpdateGate(Changing):
         Cancellation: Safe.
         """
         self.admit(cut, updates)
-        self.wake()
         looks_left = LOOKS
         while self.cut == cut and (left := self.unsettled(updates)):
             if self._locked_out.isdisjoint(left):
                 looks_left = LOOKS
             elif not looks_left:
                 raise CutLost(
-                    f"{self._task}: {left[0][0][0]} waits for a lock, whose holder may be waiting "
+                    f"{self.task}: {left[0][0][0]} waits for a lock, whose holder may be waiting "
                     f"for the end of cut {cut}"
                 )
             with contextlib.suppress(TimeoutError):
@@ -565,15 +539,8 @@ class UpdateGate(Changing):
 
     # Opening.
 
-    def open_for(self, cut: int) -> None:
-        """Let all updates through, if it is shut for this cut."""
-        if self.open(cut):
-            self._cancel_timer()
-            self._resume_steps()
-            self.wake()
-
     def _connection_lost(self, peer: Connection) -> None:
-        self.open_for(self.cut)
+        self.open(self.cut)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -582,6 +549,12 @@ class UpdateGate(Changing):
     def _expired(self, cut: int) -> None:
         if self.cut == cut:
             logger.warning(
-                "%s: a cut has delayed updates for %.0f s and is cancelled", self._task, MAX_SHUT_S
+                "%s: a cut has delayed updates for %.0f s and is cancelled", self.task, MAX_SHUT_S
             )
-            self.open_for(cut)
+            self.open(cut)
+
+
+def _unwatch(peer: Connection, lost: Callable[[Connection], None]) -> None:
+    """Let ``lost`` hear no more of the end of a connection, which may outlive its owner."""
+    if not peer.is_closed:
+        peer.on_closed.remove(lost)

@@ -6,7 +6,7 @@ half-way has torn its shard: then the task must end.
 
 Where a ps may use several cores, many blocks at a time are computed in a few threads instead, and
 the loop serves others: numpy lets go of the interpreter while it computes. Threads see arrays and
-nothing else (``store.work.HandedOut``); all that is counted, shared or decided stays on the loop.
+nothing else (``store.work.Prepared``); all that is counted, shared or decided stays on the loop.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from psync.errors import BusyError, PsyncError
+from psync.net.connection import Request
 from psync.store.store import Key, ShardStore, Work
-from psync.store.work import BlockWork, HandedOut, Workspace
+from psync.store.work import Prepared, ShardWork, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+@dataclass(eq=False)
 class Changing:
     """Something that changes; requests wait for that, and look again.
 
@@ -55,8 +58,7 @@ class Changing:
         waiting: Of these requests.
     """
 
-    def __init__(self) -> None:
-        self.waiting: list[asyncio.Future[None]] = []
+    waiting: list[asyncio.Future[None]] = field(default_factory=list, init=False)
 
     async def changed(self) -> None:
         """Wait until something has changed. Cancellation: safe."""
@@ -72,18 +74,18 @@ class Changing:
                 turn.set_result(None)
 
 
-class _Computing:
+class _HandedOut:
     """Blocks on their way to a thread and back: computed once, by the thread or by the loop.
 
     Args:
+        work: Whose they are.
         blocks: They.
-        compute: Computes them.
     """
 
-    def __init__(self, blocks: HandedOut, compute: Callable[[HandedOut], None]) -> None:
-        self.blocks = blocks
+    def __init__(self, work: ShardWork, blocks: list[Prepared]) -> None:
         self.computed: asyncio.Future[None]  # by the thread, as the loop sees it
-        self._compute = compute
+        self._work = work
+        self._blocks = blocks
         self._lock = threading.Lock()
         self._is_begun = self._is_done = False
 
@@ -96,55 +98,25 @@ class _Computing:
         with self._lock:
             if not self._is_begun:
                 self._is_begun = True
-                self._compute(self.blocks)
+                for block in self._blocks:
+                    block.compute(_own.space)
                 self._is_done = True
         if not self._is_done:
             raise RuntimeError("blocks of a shard could not be computed")
 
+    def commit(self) -> None:
+        """Give the blocks back to their work."""
+        self._work.take_back(self._blocks)
 
-class ComputeThreads:
-    """A few threads that compute blocks, in the order in which they are given."""
+
+class _Own(threading.local):
+    """What each thread has."""
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None  # until it is first used
-        self._spaces: deque[Workspace] = deque()  # that nobody uses
-
-    def count(self) -> int:
-        """Return how many there are to be used now; less than 2: none."""
-        return min(MAX_THREADS, usable_cores())
-
-    def begin(self, blocks: HandedOut) -> _Computing:
-        """Compute blocks in a thread; ``computed`` is done when they are."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self.count(), "psync compute")
-        computing = _Computing(blocks, self._compute)
-        computing.computed = asyncio.get_running_loop().run_in_executor(
-            self._executor, computing.compute
-        )
-        return computing
-
-    def close(self) -> None:
-        """End them once they are idle."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
-            self._executor = None
-
-    def _compute(self, blocks: HandedOut) -> None:
-        try:
-            space = self._spaces.pop()
-        except IndexError:
-            space = Workspace()
-        try:
-            blocks.compute(space)
-        finally:
-            self._spaces.append(space)
+        self.space = Workspace()
 
 
-def _finish_at_once(work: Work, computing: deque[_Computing]) -> None:
-    while computing:
-        computing[0].compute()
-        computing.popleft().blocks.commit()
-    work.close()
+_own = _Own()
 
 
 class LongWork(Changing):
@@ -161,7 +133,7 @@ class LongWork(Changing):
         self._task = task
         self._on_torn = torn
         self._updates: set[asyncio.Task[Any]] = set()  # never cancelled
-        self._threads = ComputeThreads()
+        self._threads: ThreadPoolExecutor | None = None  # until they are first used
 
     def to_the_end(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Carry work out whatever becomes of its request: half an update is none."""
@@ -180,7 +152,9 @@ class LongWork(Changing):
 
     def close(self) -> None:
         """Let threads end; there is no work any more."""
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
 
     def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:
         """Return whether shards are idle, and an update small enough for one turn.
@@ -229,6 +203,40 @@ class LongWork(Changing):
                 await self.finish(work)
                 at_once = 0
 
+    def serve(
+        self,
+        request: Request[Any],
+        store: ShardStore,
+        keys: Sequence[Key],
+        costs: Sequence[int],
+        begin: Callable[[int], Work],
+        answer: Callable[[], None],
+    ) -> None:
+        """Do for a request what changes no shard, and answer it: in this turn, if that is little.
+
+        Args:
+            request: Waits for that.
+            store: Has the shards.
+            keys: Of the shards.
+            costs: As for ``shard_by_shard``.
+            begin: Likewise.
+            answer: Called at the end.
+        """
+        if not self.fits_now(store, keys, sum(costs)):
+            request.start(self._serve_slowly(costs, begin, answer))
+            return
+        for position in range(len(costs)):
+            for _ in begin(position):
+                pass
+        answer()
+
+    async def _serve_slowly(
+        self, costs: Sequence[int], begin: Callable[[int], Work], answer: Callable[[], None]
+    ) -> None:
+        # A caller that gives up does not make it all happen in one turn.
+        await self.to_the_end(self.shard_by_shard(costs, begin))
+        answer()
+
     def finish_now(self, work: Work) -> None:
         """Do the work on one shard."""
         try:
@@ -243,17 +251,20 @@ class LongWork(Changing):
 
         Cancellation: The rest is done at once.
         """
-        computing: deque[_Computing] = deque()  # what is handed out, the oldest first
+        out: deque[_HandedOut] = deque()  # the oldest first
         try:
             try:
-                await self._carry_out(work, computing)
+                await self._carry_out(work, out)
             except (asyncio.CancelledError, GeneratorExit):
-                _finish_at_once(work, computing)
+                while out:
+                    out[0].compute()
+                    out.popleft().commit()
+                work.close()
                 raise
         except Exception as exc:
-            for other in computing:
+            for other in out:
                 other.computed.cancel()
-            if isinstance(work, BlockWork):
+            if isinstance(work, ShardWork):
                 work.fail()
             self.give_up(exc)
             raise
@@ -261,28 +272,30 @@ class LongWork(Changing):
             self.wake()
         await asyncio.sleep(0)  # readers first: a queue of updates must not starve them
 
-    async def _carry_out(self, work: Work, computing: deque[_Computing]) -> None:
-        threads = self._threads.count()
+    async def _carry_out(self, work: Work, out: deque[_HandedOut]) -> None:
+        threads = min(MAX_THREADS, usable_cores())
         while True:
-            blocks = None
-            if threads > 1 and isinstance(work, BlockWork):
-                blocks = work.hand_out(threads)
-            if blocks is not None:
-                computing.append(self._threads.begin(blocks))
-                if len(computing) > threads:  # one waits, so that no thread does
-                    await self._commit_oldest(computing)
-            elif computing:
-                await self._commit_oldest(computing)
-            else:
+            most = 0  # that may be handed out when this goes on
+            if threads > 1 and isinstance(work, ShardWork) and (blocks := work.hand_out(threads)):
+                out.append(self._begin(_HandedOut(work, blocks)))
+                most = threads  # and one that waits, so that no thread does
+            if len(out) > most:
+                await out[0].computed
+                out.popleft().commit()
+            elif not most:
                 try:
                     next(work)
                 except StopIteration:
                     return
                 await asyncio.sleep(PIECE_S)
 
-    async def _commit_oldest(self, computing: deque[_Computing]) -> None:
-        await computing[0].computed
-        computing.popleft().blocks.commit()
+    def _begin(self, handed_out: _HandedOut) -> _HandedOut:
+        """Let a thread compute blocks."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(min(MAX_THREADS, usable_cores()), "psync compute")
+        loop = asyncio.get_running_loop()
+        handed_out.computed = loop.run_in_executor(self._threads, handed_out.compute)
+        return handed_out
 
     def give_up(self, error: Exception) -> None:
         """A block could not be written, so its shard is torn: the task must end."""

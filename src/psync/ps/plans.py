@@ -25,7 +25,6 @@ and no lock, so it stands before all entries that name the plan.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,7 +109,7 @@ class ShardSet:
     run_plans: Sequence[Plan] = ()  # of each run
     run_costs: Sequence[int] = ()  # bytes of each run
     cost: int = 0  # of all of them, see ``PsUpdate.nbytes``
-    optimizers: set[int] = field(default_factory=set)  # that all shards may be pushed to with
+    is_checked: bool = False  # whether all shards may be updated so
 
     @classmethod
     def of(cls, members: Sequence[Sequence[int]]) -> ShardSet:
@@ -189,7 +188,7 @@ class ShardSet:
             self.nbytes = sum(self.lengths)
             self.digest = hash(self.keys)  # of integers: the same in every process
             self.plan = Plan(self.keys)
-            self.optimizers = set()
+            self.is_checked = False
             self._look_up_others(store)
             self._look_up_dtype(store)
             self.store = store
@@ -215,8 +214,8 @@ class ShardSet:
     def _look_up_dtype(self, store: ShardStore) -> None:
         names = {spec.dtype for spec in self.specs}
         self.dtype, self.runs = None, ()
-        # Bytes of a bool are checked one by one, and what is narrow is widened.
-        if len(names) == 1 and names != {"bool"} and self.compression is None:
+        # Bytes of a bool are checked one by one, what is narrow is widened, slots are wider.
+        if len(names) == 1 and names != {"bool"} and self.compression is None and not self.slot:
             self.dtype = dtype_of(names.pop())
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
@@ -293,64 +292,50 @@ class ShardSet:
             return True
         return {end for _, end in self.bounds}.issuperset(itertools.accumulate(pieces))
 
-    def gradients(
-        self, store: ShardStore, optimizer: int, body: Body, counts: Sequence[int] | None = None
+    def operands(
+        self, store: ShardStore, body: Body, counts: Sequence[int] | None = None
     ) -> Sequence[np.ndarray | RowValues] | Adjacent:
-        """Return each shard's gradient in a body, checked as ``store.check_apply`` does.
+        """Return what a body has for each shard: gradients or values, checked, or parts of slots.
 
         Args:
             store: That holds the shards.
-            optimizer: Which will apply them.
             body: Of the size that ``lengths_with`` says; with ``counts`` in one piece.
             counts: As for ``lengths_with``; None: all shards are whole.
         """
         if counts is not None:
-            whole = functools.partial(self._gradient, store, optimizer)
-            some = functools.partial(store.check_apply_rows, optimizer)
-            return self.row_operands(store, body, counts, whole, some)
-        is_whole = self.dtype is not None and len(body) == 1
-        if self.dtype is not None and is_whole and optimizer in self.optimizers:
-            return Adjacent(np.asarray(body[0]).view(self.dtype), self.elements)
+            return self._row_operands(store, body, counts)
+        dtype = self.dtype if len(body) == 1 else None
+        if dtype is not None and self.is_checked:
+            return Adjacent(np.asarray(body[0]).view(dtype), self.elements)
         parts = zip(self.keys, self.cut(body), strict=True)
-        gradients = [self._gradient(store, optimizer, *part) for part in parts]
-        self.optimizers.add(optimizer)
-        return self.gradients(store, optimizer, body) if is_whole else gradients
+        operands = [self._operand(store, *part) for part in parts]
+        self.is_checked = True
+        return operands if dtype is None else self.operands(store, body)
 
-    def _gradient(
-        self, store: ShardStore, optimizer: int, key: Key, part: memoryview
-    ) -> np.ndarray:
-        """Return the gradient of a whole shard, checked; ``Widened`` is cut as an array is."""
+    def _operand(self, store: ShardStore, key: Key, part: memoryview) -> np.ndarray:
+        """Return what is for a whole shard, checked; ``Widened`` is cut as an array is."""
+        if not self.is_push:
+            return bytes_of(part) if self.slot else store.check_assign(key, self.op, part)
         if self.compression is None or not self.is_narrow(store.spec(key)):
-            return store.check_apply(optimizer, key, part)
-        store.check_optimizable(optimizer, key)
+            return store.check_apply(self.optimizer, key, part)
+        store.check_optimizable(self.optimizer, key)
         return cast(np.ndarray, Widened(bytes_of(part).view(narrow_dtype(self.compression))))
 
-    def row_operands(
-        self,
-        store: ShardStore,
-        body: Body,
-        counts: Sequence[int],
-        check_whole: Callable[[Key, memoryview], np.ndarray],
-        check_some: Callable[[Key], None],
+    def _row_operands(
+        self, store: ShardStore, body: Body, counts: Sequence[int]
     ) -> list[np.ndarray | RowValues]:
-        """Return what a body has for each shard.
-
-        Args:
-            store: That holds the shards.
-            body: Of the size that ``lengths_with`` says, in one piece.
-            counts: As for ``lengths_with``.
-            check_whole: Checks what is for a whole shard, and returns it as it is used.
-            check_some: Checks that some rows of a shard can be updated.
-        """
         operands: list[np.ndarray | RowValues] = []
         whole, start = body[0] if body else NO_BYTES, 0
         for key, count, length in zip(self.keys, counts, self.lengths_with(counts), strict=True):
             part = whole[start : start + length]
             start += length
             if count < 0:
-                operands.append(check_whole(key, part))
+                operands.append(self._operand(store, key, part))
                 continue
-            check_some(key)
+            if self.is_push:
+                store.check_apply_rows(self.optimizer, key)
+            else:
+                store.check_scatter(key, self.op)
             end = count * ROW_NUMBER_BYTES
             rows = bytes_of(part[:end]).view(np.int64)
             operands.append(RowValues(rows, store.check_rows(key, rows, part[end:])))
@@ -376,19 +361,14 @@ class Plans:
 
     Args:
         task: Name of the ps.
-        of: What is known.
 
     Attributes:
         of: By client, by number.
         note: Puts a definition into the log.
     """
 
-    def __init__(
-        self,
-        task: str,
-        of: Mapping[Client, dict[int, ShardSet]] | None = None,
-    ) -> None:
-        self.of = dict(of or {})
+    def __init__(self, task: str) -> None:
+        self.of: dict[Client, dict[int, ShardSet]] = {}
         self.note: Callable[[Client, Message], None] = lambda *_: None
         self._task = task
 
@@ -397,15 +377,11 @@ class Plans:
 
         Updates that go on where they began still use these, which hold that store.
         """
-        of = {
-            client: {
-                each.number: ShardSet.defined(cast(DefinePlan, decode(each.header)), each.header)
-                for each in of.values()
-            }
-            for client, of in self.of.items()
-            if client[1] >= coordinator
-        }
-        return Plans(self._task, of)
+        made = Plans(self._task)
+        for task, incarnation, header in self.snapshot():
+            if incarnation >= coordinator:
+                made.restore((task, incarnation), header)
+        return made
 
     def snapshot(self) -> list[tuple[str, int, bytes]]:
         """Return (task, incarnation, definition) of all plans, for a backup."""

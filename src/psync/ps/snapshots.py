@@ -190,7 +190,7 @@ class Snapshots:
     def _open_gate(self, request: Request[OpenGate]) -> None:
         message = request.message
         self._check_coordinator(request.peer)
-        self._ps.services.gate.open_for(message.cut)
+        self._ps.services.gate.open(message.cut)
         if not message.holds and self._cut is not None and self._cut.number == message.cut:
             self._let_go()
         request.answer(Done())

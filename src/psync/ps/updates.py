@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -38,7 +39,7 @@ import numpy as np
 from psync.cluster import parse_task_name
 from psync.errors import PlanForgotten, RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.connection import Connection, Handler, Request
-from psync.numerics.memory import ABOVE_BYTES, BlockPool, bytes_of
+from psync.numerics.memory import ABOVE_BYTES, BlockPool
 from psync.numerics.rules import Sums
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
@@ -169,23 +170,22 @@ class PsUpdate(msgspec.Struct, eq=False):
         """
         message, store, known, body = self.message, self.store, self.known, self.body
         optimizer, factors, self.costs = known.optimizer, message.factors, known.costs
-        if message.rows is not None:
-            self._begin_rows(message.rows)
-        elif self.is_push:
-            if factors is not None:
-                self._check_ratios(factors)
-            self.operands = known.gradients(store, optimizer, body)
-            if type(self.operands) is Adjacent and factors is None:
-                self.runs = known.runs
-        elif known.followed:
+        if known.followed:
             if factors is None or not 0 <= factors[0] < 1:
                 decay = None if factors is None else factors[0]
                 raise ValueMismatchError(f"moving average: expected decay in [0, 1), got {decay}")
-        elif known.slot:
-            self.operands = [bytes_of(part) for part in known.cut(body)]
         else:
-            parts = zip(known.keys, known.cut(body), strict=True)
-            self.operands = [store.check_assign(key, known.op, view) for key, view in parts]
+            if factors is not None:
+                self._check_ratios(factors)
+            self.operands = known.operands(store, body, message.rows)
+            if message.rows is not None:
+                each = zip(known.keys, self.operands, known.costs, strict=True)
+                self.costs = [
+                    store.rows_cost(key, operand.rows) if isinstance(operand, RowValues) else length
+                    for key, operand, length in each
+                ]
+            elif type(self.operands) is Adjacent and factors is None:
+                self.runs = known.runs
         if self.is_push:
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
@@ -199,26 +199,9 @@ class PsUpdate(msgspec.Struct, eq=False):
             nbytes = known.one.nbytes
             self.costs, self.nbytes = (*self.costs, nbytes), self.nbytes + nbytes
 
-    def _begin_rows(self, counts: Sequence[int]) -> None:
-        known, store, op = self.known, self.store, self.known.op
-        if self.is_push:
-            self.operands = known.gradients(store, known.optimizer, self.body, counts)
-        else:
-            self.operands = known.row_operands(
-                store,
-                self.body,
-                counts,
-                lambda key, part: store.check_assign(key, op, part),
-                lambda key: store.check_scatter(key, op),
-            )
-        self.costs = [
-            store.rows_cost(key, operand.rows) if isinstance(operand, RowValues) else length
-            for key, operand, length in zip(known.keys, self.operands, known.costs, strict=True)
-        ]
-
     def _check_ratios(self, ratios: Sequence[float]) -> None:
         known = self.known
-        if len(ratios) != len(known.keys) or not self.store.is_layerwise(known.optimizer):
+        if len(ratios) != len(known.keys) or not self.store.rule(known.optimizer).takes_norms:
             raise UsageError(
                 f"{self.store.task}: {len(ratios)} trust ratios for {len(known.keys)} shards "
                 f"and optimizer {known.optimizer}"
@@ -276,6 +259,7 @@ def nothing_is_left() -> None:
     """Execute an entry that was done when it came."""
 
 
+@dataclass(eq=False)
 class PsUpdates:
     """The pushes and assigns of one ps under one coordinator.
 
@@ -292,47 +276,38 @@ class PsUpdates:
         plans: Of all clients.
         sync: Takes those of synchronous pushes.
         check_coordinator: Raises unless a peer is the coordinator that is served.
+        counted: Told when pushes were counted here of which some other ps has no part.
+        num_others: Other ps tasks.
+        pushes, assigns: How many were applied.
+        staleness: Of asynchronous pushes.
     """
 
-    def __init__(
-        self,
-        task: str,
-        store: ShardStore,
-        ledger: Ledger,
-        work: LongWork,
-        pool: BlockPool,
-        locks: PsLocks,
-        executor: Executor,
-        gate: UpdateGate,
-        pulls: PsPulls,
-        plans: Plans,
-        sync: Parts,
-        check_coordinator: Callable[[Connection], None],
-    ) -> None:
-        self.pushes = self.assigns = 0  # that were applied
-        self.staleness = PushStaleness()
-        # Told when pushes were counted here of which some other ps has no part.
-        self.counted: Callable[[], None] = lambda: None
-        self.num_others = 0  # ps tasks
-        self._executor = executor
-        self._task = task
-        self._index = parse_task_name(task)[1]
-        self._store = store
-        self._ledger = ledger
-        self._work = work
-        self._pool = pool
-        self._locks = locks
-        self._gate = gate
-        self._pulls = pulls
-        self._plans = plans
-        self._sync = sync
-        self._check_coordinator = check_coordinator
+    task: str
+    store: ShardStore
+    ledger: Ledger
+    work: LongWork
+    pool: BlockPool
+    locks: PsLocks
+    executor: Executor
+    gate: UpdateGate
+    pulls: PsPulls
+    plans: Plans
+    sync: Parts
+    check_coordinator: Callable[[Connection], None]
+    counted: Callable[[], None] = lambda: None
+    num_others: int = 0
+    pushes: int = 0
+    assigns: int = 0
+    staleness: PushStaleness = field(default_factory=PushStaleness)
+
+    def __post_init__(self) -> None:
+        self._index = parse_task_name(self.task)[1]
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
             CreateShards: Handler(self._create_shards, self._prepare_shards),
-            DefinePlan: Handler(self._plans.serve),
+            DefinePlan: Handler(self.plans.serve),
             Update: Handler(self._arrived, self._prepare_update),
             SetOptimizer: Handler(self._set_optimizer),
             MeasurePush: Handler(self._measure, self._prepare_measure),
@@ -342,9 +317,9 @@ class PsUpdates:
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
-        optimizers = self._store.optimizers.items()
+        optimizers = self.store.optimizers.items()
         counts = sorted((number, each.count.state) for number, each in optimizers)
-        return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
+        return [self.ledger.control(encode), [each for each in counts if any(each[1])]]
 
     async def live(self, _: list[memoryview]) -> None:
         """Return nothing: snapshots have it."""
@@ -361,30 +336,31 @@ class PsUpdates:
     def _prepare_shards(self, request: Request[CreateShards]) -> Sequence[memoryview]:
         peer, message = request.peer, request.message
         lengths = request.lengths
-        self._check_coordinator(peer)
+        self.check_coordinator(peer)
         shards = self._to_create(message)
         if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
-            raise ValueMismatchError(f"{self._task}: initial values do not have the shards' sizes")
-        return memory_for(self._pool, sum(lengths))
+            raise ValueMismatchError(f"{self.task}: initial values do not have the shards' sizes")
+        return memory_for(self.pool, sum(lengths))
 
     def _create_shards(self, request: Request[CreateShards]) -> asyncio.Future[None]:
         message, body = request.message, request.segments
-        self._check_coordinator(request.peer)
+        self.check_coordinator(request.peer)
         shards = self._to_create(message)
         if not body and None in message.sources:
-            raise ValueMismatchError(f"{self._task}: no initial values for {len(shards)} shards")
-        return self._work.to_the_end(self._fill_shards(shards, *body))
+            raise ValueMismatchError(f"{self.task}: no initial values for {len(shards)} shards")
+        return self.work.to_the_end(self._fill_shards(shards, *body))
 
     async def _fill_shards(
         self, shards: Sequence[tuple[ShardSpec, Source]], body: memoryview = NO_BYTES
     ) -> None:
-        store, start = self._store, 0
+        store, start = self.store, 0
         for spec, source in shards:
             if isinstance(source, np.ndarray):
                 store.create(spec, fill=source)
                 continue
             if source is not None:
-                await self._copy_shard(spec, source)
+                copy = partial(self._copy, spec, source)
+                await self.work.shard_by_shard([spec.nbytes], copy)
                 continue
             size = spec.nbytes
             view = body[start : start + size]
@@ -392,28 +368,23 @@ class PsUpdates:
             if size <= INLINE_BYTES:
                 store.create(spec, view)
             elif store.create(spec):
-                await self._work.finish(store.assign(spec.key, "assign", view))
+                await self.work.finish(store.assign(spec.key, "assign", view))
 
-    async def _copy_shard(self, spec: ShardSpec, source: Key) -> None:
-        """Take up a shard that begins as another one is now."""
-        work = await self._work.when_idle(self._store.copy, spec, source)
-        if spec.nbytes <= INLINE_BYTES:
-            self._work.finish_now(work)
-        else:
-            await self._work.finish(work)
+    def _copy(self, spec: ShardSpec, source: Key, _: int) -> Work:
+        return self.store.copy(spec, source)
 
     def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Source]]:
         """Return each shard, and that of which it is to be a copy, or what each element is."""
         if len(message.sources) != len(message.shards):
             raise RemoteProtocolError(
-                f"{self._task}: {len(message.sources)} sources for {len(message.shards)} shards"
+                f"{self.task}: {len(message.sources)} sources for {len(message.shards)} shards"
             )
         shards: list[tuple[ShardSpec, Source]] = []
         for declared, source in zip(message.shards, message.sources, strict=True):
             name, variable_id, index, offset, shape, dtype = declared
             if min(variable_id, index, offset, *shape) < 0:
                 raise RemoteProtocolError(
-                    f"{self._task}: negative numbers in the declaration of {name!r}"
+                    f"{self.task}: negative numbers in the declaration of {name!r}"
                 )
             dtype_of(dtype)  # raises for those that no variable has
             spec = ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
@@ -427,7 +398,7 @@ class PsUpdates:
         """Return what all elements of a shard begin as."""
         if len(data) != dtype_of(spec.dtype).itemsize or (spec.dtype == "bool" and data[0] > 1):
             raise ValueMismatchError(
-                f"{spec} on {self._task}: expected an element of {spec.dtype}, got {data[:16]!r}"
+                f"{spec} on {self.task}: expected an element of {spec.dtype}, got {data[:16]!r}"
             )
         return array_from_bytes(data, (), spec.dtype)
 
@@ -435,7 +406,7 @@ class PsUpdates:
 
     def _set_optimizer(self, request: Request[SetOptimizer]) -> None:
         message = request.message
-        store, optimizer = self._store, message.optimizer
+        store, optimizer = self.store, message.optimizer
         store.define_optimizer(optimizer, message.config)
         if message.learning_rate is not None:
             store.set_learning_rate(optimizer, message.learning_rate)
@@ -449,57 +420,47 @@ class PsUpdates:
     def _prepare_measure(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         known = self._measured(request)
-        known.check_lengths(request.lengths, self._task)
-        return memory_for(self._pool, known.nbytes)
+        known.check_lengths(request.lengths, self.task)
+        return memory_for(self.pool, known.nbytes)
 
     def _measured(self, request: Request[MeasurePush]) -> ShardSet:
-        plan = self._plans.plan(request.peer.client, request.message.plan)
+        plan = self.plans.plan(request.peer.client, request.message.plan)
         return self._look_up(plan)
 
     def _measure(self, request: Request[MeasurePush]) -> None:
         known = self._measured(request)
         optimizer = known.optimizer
-        whole = known.body_of(request.segments, self._task)
-        gradients = cast(Sequence[np.ndarray], known.gradients(self._store, optimizer, whole))
+        whole = known.body_of(request.segments, self.task)
+        gradients = cast(Sequence[np.ndarray], known.operands(self.store, whole))
 
         def step() -> int:
-            return self._store.push_count(optimizer).next_step(request.message.elsewhere)
+            return self.store.push_count(optimizer).next_step(request.message.elsewhere)
 
-        self._store.check_rate(optimizer, step())
+        self.store.check_rate(optimizer, step())
         sums: list[Sums] = []
 
         def begin(i: int) -> Work:
-            return self._store.measure(optimizer, known.keys[i], gradients[i], step(), sums)
+            return self.store.measure(optimizer, known.keys[i], gradients[i], step(), sums)
 
         def answer() -> None:
             each = zip(known.keys, sums, strict=True)
             request.answer(Measured([(*key, *of_shard) for key, of_shard in each]))
 
-        async def measure_slowly() -> None:
-            await self._work.to_the_end(self._work.shard_by_shard(known.costs, begin))
-            answer()
-
-        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
-            request.start(measure_slowly())
-            return
-        for i in range(len(known.keys)):
-            for _ in begin(i):
-                pass
-        answer()
+        self.work.serve(request, self.store, known.keys, known.costs, begin, answer)
 
     # Updates.
 
     def _prepare_update(self, request: Request[Update]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         message, client, lengths = request.message, request.peer.client, request.lengths
-        known = self._plans.of.get(client, NO_PLANS).get(message.plan)
+        known = self.plans.of.get(client, NO_PLANS).get(message.plan)
         try:
             if known is None:
-                known = self._plans.plan(client, message.plan)
-            if known.store is not self._store:
+                known = self.plans.plan(client, message.plan)
+            if known.store is not self.store:
                 self._look_up(known)
             if lengths != known.lengths or message.rows is not None:
-                known.check_lengths(lengths, self._task, message.rows)
+                known.check_lengths(lengths, self.task, message.rows)
         except Exception as exc:
             self._refused(request, known, exc)
             raise
@@ -507,71 +468,71 @@ class PsUpdates:
         nbytes = known.nbytes if message.rows is None else sum(lengths)
         if known.group is not None:
             key = known.optimizer, client, message.sequence
-            self._sync.reserve(key, message.local_step, nbytes, known.group)
+            self.sync.reserve(key, message.local_step, nbytes, known.group)
         if message.rows is not None:
-            return memory_for(self._pool, nbytes, varies=True)
+            return memory_for(self.pool, nbytes, varies=True)
         if request.borrowed is not None and known.optimizer >= 0:
-            is_alone = self._executor.is_alone
-            return body_in_place(request, self._pool, known, nbytes, is_alone=is_alone)
+            is_alone = self.executor.is_alone
+            return body_in_place(request, self.pool, known, nbytes, is_alone=is_alone)
         if nbytes < ABOVE_BYTES:
             return (np.empty(nbytes, np.uint8).data,)
-        return memory_for(self._pool, nbytes)
+        return memory_for(self.pool, nbytes)
 
     def _look_up(self, known: ShardSet) -> ShardSet:
         if known.variable_set:
-            self._sync.define(known)
-        return known.look_up(self._store)
+            self.sync.define(known)
+        return known.look_up(self.store)
 
     def _refused(self, request: Request[Any], known: ShardSet | None, error: Exception) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
         # It comes again; or the ledger does not know it.
         if isinstance(error, PlanForgotten) or (known is not None and known.variable_set):
             return
-        self._ledger.refuse(request.peer.client, request.message.sequence)
-        self._gate.wake()
+        self.ledger.refuse(request.peer.client, request.message.sequence)
+        self.gate.wake()
 
     def _arrived(self, request: Request[Update]) -> None:
-        message, store = request.message, self._store
+        message, store = request.message, self.store
         known: ShardSet | None = request.token
         body = request.segments
         client = request.peer.client
         if known is None:  # nothing has come in
-            known = self._plans.of.get(client, NO_PLANS).get(message.plan)
+            known = self.plans.of.get(client, NO_PLANS).get(message.plan)
         try:
             # While the body came in a timeline may have ended.
             if known is None or known.store is not store:
-                known = self._plans.plan(client, message.plan)
+                known = self.plans.plan(client, message.plan)
                 self._look_up(known)
             if known.followed:
                 body = ()
             elif message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
-                body = known.body_of(body, self._task, message.rows)
+                body = known.body_of(body, self.task, message.rows)
         except Exception as exc:
             self._refused(request, known, exc)
             raise
         if known.group is not None:
             request.token, request.nbytes = known, 0  # it only waits; the part is in the budget
-            self._sync.took(request, self._sync.part(known, client, message, body))
+            self.sync.took(request, self.sync.part(known, client, message, body))
             return
         update = PsUpdate(request, client, message, known, known.is_push, known.wanted, body, store)
         self._admit(update)
 
     def _replay(self, request: Request[Update]) -> None:
         """Execute an entry: it was admitted on the primary, and nobody gets values here."""
-        known = self._plans.plan(request.peer.client, request.message.plan)
-        if known.store is not self._store:
+        known = self.plans.plan(request.peer.client, request.message.plan)
+        if known.store is not self.store:
             self._look_up(known)
         if known.variable_set:
-            self._sync.replay(request, known)
+            self.sync.replay(request, known)
             return
         client, message, body = request.peer.client, request.message, request.segments
-        update = PsUpdate(request, client, message, known, known.is_push, None, body, self._store)
+        update = PsUpdate(request, client, message, known, known.is_push, None, body, self.store)
         self._submit(update)
 
     # Admission: nothing is noted of an update that waits, which has not begun.
 
     def _admit(self, update: PsUpdate) -> None:
-        gate, locks, needed = self._gate, self._locks, update.known.needed
+        gate, locks, needed = self.gate, self.locks, update.known.needed
         locked: Claim | None = None
         must_wait = gate.cut > 0 and gate.holds(update.client, update.message.sequence)
         if update.message.lock:
@@ -587,51 +548,51 @@ class PsUpdates:
             self._submit(update)
 
     def _carry(self, _: Request[Any], waiting: Coroutine[Any, Any, None]) -> None:
-        self._work.to_the_end(waiting)
+        self.work.to_the_end(waiting)
 
     async def _when_admitted(self, update: PsUpdate, locked: Claim | None) -> None:
         message = update.client, update.message.sequence
         try:
             while True:
-                if locked is None and self._locks.blocks(update.known.needed):
-                    claim = self._locks.claim(update.known.needed)
-                    self._gate.waits_for_lock(*message, waits=True)
+                if locked is None and self.locks.blocks(update.known.needed):
+                    claim = self.locks.claim(update.known.needed)
+                    self.gate.waits_for_lock(*message, waits=True)
                     try:
-                        await self._locks.turn(claim)
-                        if not self._gate.holds(*message):
+                        await self.locks.turn(claim)
+                        if not self.gate.holds(*message):
                             self._submit(update)
                             return
                     finally:
-                        self._locks.end(claim)
-                        self._gate.waits_for_lock(*message, waits=False)
-                elif not self._gate.holds(*message):
+                        self.locks.end(claim)
+                        self.gate.waits_for_lock(*message, waits=False)
+                elif not self.gate.holds(*message):
                     self._submit(update)
                     return
-                await self._gate.turn(*message)
+                await self.gate.turn(*message)
         except Exception as exc:
             update.request.fail(exc)
         finally:
             if locked is not None:
-                self._locks.end(locked)
-            self._gate.passed(*message)
+                self.locks.end(locked)
+            self.gate.passed(*message)
 
     def _submit(self, update: PsUpdate) -> None:
-        if self._executor.log.state is not LogState.ALONE:
-            update.body = owned(self._pool, update.body)
-            self._plans.keep(update.client, update.known)
-        self._executor.submit(
+        if self.executor.log.state is not LogState.ALONE:
+            update.body = owned(self.pool, update.body)
+            self.plans.keep(update.client, update.known)
+        self.executor.submit(
             update.request, update.message, update.body, partial(self._judge, update),
             partial(self._claim, update),
         )  # fmt: skip
 
     def _claim(self, update: PsUpdate) -> Callable[[], None]:
         """An update takes longer than a turn: it is under way for cuts, and for who locks."""
-        claim = self._locks.begin(update.known.needed)
-        self._gate.began()
+        claim = self.locks.begin(update.known.needed)
+        self.gate.began()
 
         def ended() -> None:
-            self._locks.end(claim)
-            self._gate.ended()
+            self.locks.end(claim)
+            self.gate.ended()
 
         return ended
 
@@ -640,7 +601,7 @@ class PsUpdates:
     def _judge(self, update: PsUpdate) -> Compute:
         message, known = update.message, update.known
         try:
-            verdict = self._ledger.judge(
+            verdict = self.ledger.judge(
                 update.client, message.sequence, message.acked_below,
                 message.closure if message.closure >= 0 else None, message.ordinal,
                 known.digest, known.names, message.spread or (), arrived=True,
@@ -648,15 +609,15 @@ class PsUpdates:
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
                 return self._answering(update, cast(Pushed, verdict.answer))
             if not verdict.first:
-                duplicate = self._ledger.record(verdict, Pushed("duplicate", 0))
+                duplicate = self.ledger.record(verdict, Pushed("duplicate", 0))
                 return self._answering(update, duplicate)
             update.begin(self._index)
         except Exception:
-            self._ledger.refuse(update.client, message.sequence)
-            self._gate.wake()
+            self.ledger.refuse(update.client, message.sequence)
+            self.gate.wake()
             raise
         if update.is_push:
-            counted, elsewhere = self._store.optimizers[known.optimizer].count.answer()
+            counted, elsewhere = self.store.optimizers[known.optimizer].count.answer()
             answer = Pushed("accepted", counted, None, elsewhere)
             if message.place == HOME and len(update.others) < self.num_others:
                 self.counted()
@@ -665,7 +626,7 @@ class PsUpdates:
         else:
             answer = Pushed("accepted", 0)
             self.assigns += 1
-        self._ledger.record(verdict, answer)
+        self.ledger.record(verdict, answer)
         at_once = update.whole
         if update.runs and known.raised is None:
             at_once = partial(
@@ -675,18 +636,18 @@ class PsUpdates:
             )  # fmt: skip
         return Compute(
             known.needed, partial(self._applied, update, answer), update.nbytes, at_once,
-            partial(self._work.shard_by_shard, update.costs, update.work),
+            partial(self.work.shard_by_shard, update.costs, update.work),
         )  # fmt: skip
 
     def _applied(self, update: PsUpdate, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
-        if self._gate.cut:
-            self._gate.wake()
-        if self._store.failures and update.is_push:
-            failed = self._store.take_failure(update.known.optimizer, update.step)
+        if self.gate.cut:
+            self.gate.wake()
+        if self.store.failures and update.is_push:
+            failed = self.store.take_failure(update.known.optimizer, update.step)
             if failed is not None:
                 client, sequence, call = update.identity
-                self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
+                self.ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
                 raise failed
         if update.wanted is None:
             update.request.answer(answer)
@@ -697,20 +658,20 @@ class PsUpdates:
         """Answer, with the values that were asked for if no shard is busy."""
         wanted, read = update.wanted, None
         if wanted is not None and wanted.compression is None:
-            read = self._pulls.read_now(wanted)
+            read = self.pulls.read_now(wanted)
         if read is None:
             update.request.answer(answer)
             return
-        brought = Pushed(answer.outcome, answer.step, self._pulls.closed.steps, answer.elsewhere)
+        brought = Pushed(answer.outcome, answer.step, self.pulls.closed.steps, answer.elsewhere)
         update.request.answer(brought, read)
 
     def _answering(self, update: PsUpdate, answer: Pushed) -> Compute:
         """Return what answers once the shards are as an earlier update has left them."""
 
         def done() -> None:
-            failure = self._ledger.failure_of(*update.identity)
+            failure = self.ledger.failure_of(*update.identity)
             if failure is not None:
-                raise exception_of(cast(Failure, decode(failure)), self._task)
+                raise exception_of(cast(Failure, decode(failure)), self.task)
             self._answer(update, answer)
 
         return Compute(update.known.needed, done)

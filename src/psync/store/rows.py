@@ -11,13 +11,13 @@ The first time that rows of a shard are asked for, its blocks are laid side by s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from psync.errors import ValueMismatchError
-from psync.numerics.memory import BLOCK_BYTES, BlockArray, BlockPool, Scratch, bytes_of, roomy
+from psync.numerics.memory import BLOCK_BYTES, BlockArray, BlockPool, bytes_of, roomy
 from psync.numerics.rows import RowBlocks, ascending, check_scatter, combine
 from psync.numerics.rules import RuleRaised
 from psync.numerics.sums import (
@@ -31,7 +31,7 @@ from psync.numerics.sums import (
     sum_of_squares,
 )
 from psync.store.shards import Key, ShardTable
-from psync.store.work import DONE, Shard, Work
+from psync.store.work import DONE, Shard, ShardWork, Work
 
 PIECE_BYTES = 1 << 19
 """Of parameter rows, about, between two pauses: gathering, computing and scattering take 1 ms."""
@@ -64,7 +64,6 @@ class RowTable(ShardTable):
 
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
-        self._scratch = Scratch()
         self._num_rows = self._row_bytes = 0  # read or changed on their own; of their values
         self._row_updates = 0  # finished, one per shard
         self._row_copies = 0  # blocks that were copied before rows in them could be changed
@@ -230,7 +229,7 @@ class RowTable(ShardTable):
                 yield
             self._count(shard, rows)
 
-        return _carried(shard, steps(), lambda: None)
+        return ShardWork(shard, steps())
 
     def scatter(self, key: Key, op: str, rows: np.ndarray, values: np.ndarray) -> Work:
         """Start to change rows of a shard: ``row = row op value``. Integers wrap around.
@@ -389,7 +388,7 @@ class RowTable(ShardTable):
             param, *slots = [array.reshape(-1) for array in gathered]
             grad = np.ascontiguousarray(grads[part]).reshape(-1)
             try:
-                rule.apply([(param, grad, slots, param, slots)], step, self._scratch)
+                rule.apply([(param, grad, slots, param, slots)], step, self._space.rules)
             except RuleRaised as exc:
                 self._note_failure(optimizer_id, step, shard, exc)
                 shard.version -= 1  # the work ends as any other, and counts
@@ -422,7 +421,7 @@ class RowTable(ShardTable):
             shard.version += 1
             self._row_updates += 1
 
-        return _carried(shard, steps, finished)
+        return ShardWork(shard, steps, finished)
 
     def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
         self._num_rows += len(rows)
@@ -441,22 +440,3 @@ def _pieces(array: RowBlocks, count: int) -> list[slice]:
     most = max(1, PIECE_BYTES // max(1, array.row_size * array.dtype.itemsize))
     step = -(-count // max(1, round(count / most)))  # so that no small rest is left
     return [slice(start, start + step) for start in range(0, count, step)]
-
-
-def _carried(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Work:
-    work = _to_the_end(shard, steps, finished)
-    next(work)  # a generator that has not begun could be dropped without a trace
-    return work
-
-
-def _to_the_end(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Pieces[None]:
-    shard.busy = True
-    try:
-        yield
-        for _ in steps:
-            yield
-    except GeneratorExit:  # closed or dropped early: the rest follows at once
-        for _ in steps:
-            pass
-    shard.busy = False
-    finished()

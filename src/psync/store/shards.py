@@ -7,7 +7,7 @@ are worked on piece by piece, see ``shard``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from traceback import format_exception
 
@@ -44,7 +44,7 @@ from psync.numerics.rules import (
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.push_counts import CountState, PushCount, Row
-from psync.store.work import DONE, BlockWork, Shard, Work
+from psync.store.work import DONE, Shard, ShardWork, Work, Workspace
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -86,6 +86,7 @@ class ShardTable:
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         self.task = task
         self._pool = BlockPool() if pool is None else pool
+        self._space = Workspace()
         self._shards: dict[Key, Shard] = {}
         self._arenas: dict[np.dtype, Arena] = {}  # that small shards are added to, by dtype
         self.layout = 0  # raised when arrays of shards come to lie elsewhere
@@ -175,13 +176,16 @@ class ShardTable:
             )
         self.create(spec)
         shard = self._shards[spec.key]
-        held = original.values.export()  # one view of each block
+        held = original.values.export()[::-1]  # one view of each block, the first at the end
         values, dtype = shard.values, shard.values.dtype
 
-        def one_block(i: int) -> None:
-            np.copyto(values.block(i).array, bytes_of(held[i]).view(dtype))
+        def blocks() -> Iterator[None]:
+            for i in range(values.num_blocks):
+                np.copyto(values.block(i).array, bytes_of(held.pop()).view(dtype))
+                yield
+            shard.version += 1
 
-        return BlockWork(shard, one_block, held.clear)
+        return ShardWork(shard, blocks())
 
     def release(self) -> tuple[list[Shard], dict[int, Optimizer]]:
         """Give away all shards, none of which may be busy, and all optimizers; none are left."""
@@ -387,18 +391,20 @@ class ShardTable:
                 f"{self.spec(key)} on {self.task}: expected {target.nbytes} bytes for slot "
                 f"{slot!r}, got {raw.nbytes}"
             )
-        values, pool = raw.view(target.dtype), self._pool
+        shard, values = self._shards[key], raw.view(target.dtype)
         if slot == ACCUMULATOR:  # it is not known how many gradients are in the sum
             values = np.zeros_like(values)
-            self._shards[key].pushes.pop(optimizer_id, None)
+            shard.pushes.pop(optimizer_id, None)
 
-        def one_block(i: int) -> None:
-            start, stop = target.bounds(i)
-            block = target.writable(i, pool)
-            np.copyto(block.array, values[start:stop])
-            target.commit(i, block, pool)
+        def blocks() -> Iterator[None]:
+            for i in range(target.num_blocks):
+                block = target.writable(i, self._pool)
+                np.copyto(block.array, values[slice(*target.bounds(i))])
+                target.commit(i, block, self._pool)
+                yield
+            shard.version += 1
 
-        return BlockWork(self._shards[key], one_block, lambda: None)
+        return ShardWork(shard, blocks())
 
     # Lookups and checks
 

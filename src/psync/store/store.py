@@ -48,13 +48,11 @@ from psync.store.rows import RowTable
 from psync.store.shards import Key, described
 from psync.store.work import (
     DONE,
-    BlockWork,
-    GradientAccumulator,
     Prepared,
     Shard,
     ShardUpdate,
+    ShardWork,
     Work,
-    Workspace,
 )
 
 __all__ = ["AssignOp", "Key", "ShardStore", "Work", "ones"]
@@ -169,7 +167,6 @@ class ShardStore(RowTable):
 
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
-        self._space = Workspace(self._scratch)
         self._applies = self._assigns = self._copies = 0
 
     def begin_push(
@@ -252,7 +249,7 @@ class ShardStore(RowTable):
     ) -> Work:
         """As ``apply``, of what ``check_apply`` returned; ``ratio`` as for ``UpdateRule.apply``."""
         shard = self._idle(key)
-        update, accumulator = self._update_of(shard, optimizer_id, gradient, step, ratio)
+        update = self._update_of(shard, optimizer_id, gradient, step, ratio)
 
         def finished() -> None:
             if update.raised is not None:
@@ -261,15 +258,13 @@ class ShardStore(RowTable):
             shard.version += 1
             self._applies += 1
             self._copies += update.copies
-            if accumulator is not None:
-                self._copies += accumulator.copies
+            if update.sums is not None:
                 shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
 
-        # No code of users in other threads: neither rules, see ``prepared``, nor schedules.
-        handed_out = None if self.optimizers[optimizer_id].own_schedules else update.prepared
-        return BlockWork(
-            shard, update.piece, finished, update.pieces, changes=False, prepared=handed_out
-        )
+        # No code of users in other threads.
+        is_own = update.rule.may_raise or self.optimizers[optimizer_id].own_schedules
+        apart = 0 if is_own else shard.values.num_blocks
+        return ShardWork(shard, update.pieces(), finished, self._space, update.num_measured, apart)
 
     def _update_of(
         self,
@@ -278,20 +273,15 @@ class ShardStore(RowTable):
         gradient: np.ndarray | MeanGradient,
         step: int,
         ratio: float | None,
-    ) -> tuple[ShardUpdate, GradientAccumulator | None]:
+    ) -> ShardUpdate:
         rule = self.optimizers[optimizer_id].rule.for_variable(shard.spec.variable)
-        slots = self._slots(shard, optimizer_id)
+        arrays = [shard.values, *self._slots(shard, optimizer_id)]
+        update = ShardUpdate(rule, arrays, gradient, step, self._pool, self._space, ratio)
         steps = rule.options.gradient_accumulation_steps
-        accumulator = None
         if steps is not None:
-            *slots, sums = slots
-            due = (shard.pushes.get(optimizer_id, 0) + 1) % steps == 0
-            accumulator = GradientAccumulator(sums, steps, due, self._pool)
-        update = ShardUpdate(
-            rule, shard.values, slots, gradient, step, self._pool, self._space, accumulator,
-            ratio,
-        )  # fmt: skip
-        return update, accumulator
+            update.sums = arrays.pop()
+            update.due = (shard.pushes.get(optimizer_id, 0) + 1) % steps == 0
+        return update
 
     def rule(self, optimizer_id: int) -> UpdateRule:
         """Return the rule of an optimizer; not to be changed.
@@ -300,14 +290,6 @@ class ShardStore(RowTable):
             UsageError: If it is not defined.
         """
         return self._optimizer(optimizer_id).rule
-
-    def is_layerwise(self, optimizer_id: int) -> bool:
-        """Return whether an optimizer takes norms of whole variables.
-
-        Raises:
-            UsageError: If it is not defined.
-        """
-        return isinstance(self._optimizer(optimizer_id).rule, Lamb)
 
     def measure(
         self,
@@ -338,14 +320,10 @@ class ShardStore(RowTable):
             raise UsageError(
                 f"optimizer {optimizer_id} ({rule.name}) on {self.task} has nothing to measure"
             )
-        update, _ = self._update_of(shard, optimizer_id, gradient, step, None)
-        measurement = rule.for_variable(shard.spec.variable).measurement(step, self._scratch)
-        return BlockWork(
-            shard,
-            lambda i: update.measure(i, measurement),
-            lambda: into.append(measurement.sums),
-            shard.values.num_blocks,
-            changes=False,
+        update = self._update_of(shard, optimizer_id, gradient, step, None)
+        measurement = rule.for_variable(shard.spec.variable).measurement(step, self._space.rules)
+        return ShardWork(
+            shard, update.measuring(measurement), lambda: into.append(measurement.sums)
         )
 
     def mean_of(
@@ -390,14 +368,13 @@ class ShardStore(RowTable):
             if shard is None or shard.busy:
                 self._idle(key)  # says so
 
-    def read_together(self, shards: Plan | Sequence[Key]) -> list[memoryview]:
+    def read_together(self, plan: Plan) -> list[memoryview]:
         """Return the bytes of shards as ``read`` does, in order, in as few views as can be.
 
         Raises:
             UnknownVariableError: If a shard is not here.
             BusyError: If an update of one of them is under way.
         """
-        plan = shards if isinstance(shards, Plan) else Plan(shards)
         if plan.layout != self.layout:
             self._settle(plan)
         views: list[memoryview] = []
@@ -416,7 +393,7 @@ class ShardStore(RowTable):
     def apply_at_once(
         self,
         optimizer_id: int,
-        shards: Plan | Sequence[Key],
+        plan: Plan,
         gradients: Gradients | Means,
         step: int,
     ) -> None:
@@ -428,7 +405,6 @@ class ShardStore(RowTable):
         Raises:
             BusyError: If an update of one of them is under way; none is applied then.
         """
-        plan = shards if isinstance(shards, Plan) else Plan(shards)
         if plan.layout != self.layout:
             self._settle(plan)
         for run in plan.runs:
@@ -447,7 +423,7 @@ class ShardStore(RowTable):
             slots = self._settle_slots(plan, optimizer_id)
         parts = self._parts(optimizer_id, plan.runs, slots, gradients)
         try:
-            optimizer.rule.apply(parts, step, self._scratch)
+            optimizer.rule.apply(parts, step, self._space.rules)
         except BaseException:
             for run in plan.runs:
                 for shard in run.shards:
@@ -636,34 +612,33 @@ class ShardStore(RowTable):
         values, pool = shard.values, self._pool
         if isinstance(values, ArenaArray):
             present, target, is_replaced = values.begin(pool)
-            self._scratch.quietly(_ASSIGNING[op], present, operand, out=target)
+            self._space.rules.quietly(_ASSIGNING[op], present, operand, out=target)
             self._copies += is_replaced
             shard.version += 1
             self._assigns += 1
             return DONE
 
-        def prepared(i: int) -> Prepared:
-            target = values.writable(i, pool)
+        def prepared(i: int, target: Block) -> Prepared:
             present, part = values.block(i).array, operand[slice(*values.bounds(i))]
-
-            def compute(space: Workspace) -> None:
-                space.rules.quietly(_ASSIGNING[op], present, part, out=target.array)
-
-            return Prepared(compute, lambda: self._commit(values, i, target))
+            return Prepared(
+                lambda space: space.rules.quietly(_ASSIGNING[op], present, part, out=target.array),
+                lambda: self._commit(values, i, target),
+            )
 
         return self._assigning(shard, prepared)
 
     def _commit(self, values: BlockArray, i: int, target: Block) -> None:
         self._copies += values.commit(i, target, self._pool)
 
-    def _assigning(self, shard: Shard, prepared: Callable[[int], Prepared]) -> Work:
-        def one_block(i: int) -> None:
-            prepared(i).do(self._space)
+    def _assigning(self, shard: Shard, prepared: Callable[[int, Block], Prepared]) -> Work:
+        values, count = shard.values, shard.values.num_blocks
+        blocks = (prepared(i, values.writable(i, self._pool)) for i in range(count))
 
         def finished() -> None:
+            shard.version += 1
             self._assigns += 1
 
-        return BlockWork(shard, one_block, finished, prepared=prepared)
+        return ShardWork(shard, blocks, finished, self._space, apart=count)
 
     def check_average(self, average_key: Key, key: Key) -> None:
         """Raise what ``average`` would raise, except BusyError.
@@ -707,13 +682,12 @@ class ShardStore(RowTable):
         """
         self.check_average(average_key, key)
         shard, other = self._idle(average_key), self._idle(key)
-        averages, pool = shard.values, self._pool
+        averages = shard.values
         # One view of each block, the first at the end. What is done in one turn holds nothing: the
         # other one may lie in the same arena.
         held = other.values.export()[::-1] if other.values.num_blocks > 1 else []
 
-        def prepared(i: int) -> Prepared:
-            target = averages.writable(i, pool)
+        def prepared(i: int, target: Block) -> Prepared:
             average, value = averages.block(i).array, other.values.block(i).array
             if held:
                 value = bytes_of(held.pop()).view(averages.dtype)

@@ -20,8 +20,11 @@ block is done. If it raises they are dropped, and the shard is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -49,8 +52,7 @@ class Workspace:
     accumulated: Scratch = field(default_factory=lambda: Scratch(BLOCK_ELEMENTS))
 
 
-@dataclass(slots=True, eq=False)
-class Prepared:
+class Prepared(NamedTuple):
     """A block of which it is settled where its new contents go.
 
     Args:
@@ -60,38 +62,6 @@ class Prepared:
 
     compute: Callable[[Workspace], None]
     commit: Callable[[], None]
-
-    def do(self, space: Workspace) -> None:
-        """Do both."""
-        self.compute(space)
-        self.commit()
-
-
-class HandedOut:
-    """Several prepared blocks of one shard."""
-
-    __slots__ = ("_blocks", "_returned")
-
-    def __init__(self, blocks: list[Prepared], returned: Callable[[], None]) -> None:
-        self._blocks = blocks
-        self._returned: Callable[[], None] | None = returned
-
-    def compute(self, space: Workspace) -> None:
-        """Compute the blocks, in whatever thread."""
-        for block in self._blocks:
-            block.compute(space)
-
-    def commit(self) -> None:
-        """Commit them, by the owner of the shard, once; nothing is referred to any more.
-
-        Else the thread might have the last reference to what was lent, and return it.
-        """
-        assert self._returned is not None, "blocks are committed once"
-        for block in self._blocks:
-            block.commit()
-        self._blocks.clear()
-        self._returned()
-        self._returned = None
 
 
 @dataclass(slots=True)
@@ -108,106 +78,104 @@ class Shard:
     busy: bool = False  # an update is under way
 
 
-class BlockWork:
-    """Work on one shard, of which one piece is done per ``next()``, and with the last one its end.
+class ShardWork:
+    """Work on one shard, of which one piece is done per ``next()``.
 
     Args:
         shard: Is busy from now on until the end.
-        one_piece: Does one of the pieces, by its number.
+        pieces: Does a piece, or prepares a block, each time it is asked for the next one.
         finished: Called at the end.
-        count: Number of pieces; None: one for each block.
-        changes: Whether the shard has another version at the end.
-        prepared: Of a piece, what can be handed out; None: it has to be done by ``one_piece``. Once
-            one can be handed out, so can all after it.
+        space: For blocks that are computed here.
+        alone: How many pieces come before the first block that can be handed out.
+        apart: How many such blocks come then, up to the end.
     """
 
-    __slots__ = (
-        "_at_once", "_changes", "_count", "_finished", "_next", "_one_piece", "_out", "_over",
-        "_prepared", "_shard",
-    )  # fmt: skip
+    __slots__ = ("_alone", "_apart", "_at_once", "_finished", "_out", "_pieces", "_shard", "_space")
 
     def __init__(
         self,
         shard: Shard,
-        one_piece: Callable[[int], None],
-        finished: Callable[[], None],
-        count: int | None = None,
-        *,
-        changes: bool = True,
-        prepared: Callable[[int], Prepared | None] | None = None,
+        pieces: Iterator[Prepared | None],
+        finished: Callable[[], object] = lambda: None,
+        space: Workspace | None = None,
+        alone: int = 0,
+        apart: int = 0,
     ) -> None:
         self._shard = shard
-        self._one_piece = one_piece
+        self._pieces: Iterator[Prepared | None] | None = pieces  # None: it has ended, or failed
         self._finished = finished
-        self._count = shard.values.num_blocks if count is None else count
-        self._changes = changes
-        self._prepared = prepared
-        self._next = 0  # piece
-        self._out = 0  # of what was handed out, how many are not committed
+        self._space = space
+        self._alone = alone  # pieces left
+        self._apart = apart  # blocks left
         self._at_once = 0  # blocks handed out at once; 0: none was yet
-        self._over = False  # it has ended, or failed
+        self._out = 0  # of what was handed out, how many are not taken back
         shard.busy = True
 
-    def __iter__(self) -> BlockWork:
+    def __iter__(self) -> ShardWork:
         return self
 
     def __next__(self) -> None:
-        if self._over:
+        if self._pieces is None:
             raise StopIteration
-        if self._next < self._count:
-            self._next += 1
-            try:
-                self._one_piece(self._next - 1)
-            except BaseException:
-                self.fail()
-                raise
-        if self._next < self._count or self._out:
-            return
-        self._over = True
-        self._shard.version += self._changes
-        self._shard.busy = False
-        self._finished()
-        raise StopIteration
+        try:
+            for block in self._pieces:
+                if block is not None:
+                    assert self._space is not None, "blocks need space"
+                    block.compute(self._space)
+                    block.commit()
+                if self._alone:
+                    self._alone -= 1
+                else:
+                    self._apart -= 1
+                return
+        except BaseException:
+            self.fail()
+            raise
+        if not self._out:
+            self._pieces = None
+            self._shard.busy = False
+            self._finished()
+            raise StopIteration
 
-    def hand_out(self, threads: int) -> HandedOut | None:
-        """Return the next blocks, to be computed elsewhere, and committed before the work ends.
+    def hand_out(self, threads: int) -> list[Prepared]:
+        """Return the next blocks, to be computed elsewhere, and taken back before the work ends.
 
         Args:
             threads: Among how many the blocks are to be divided.
 
         Returns:
-            None: what comes next is to be done by ``next()``. That does nothing while all that is
-            left is handed out.
+            Nothing: what comes next is to be done by ``next()``. That does nothing while all that
+            is left is handed out.
         """
-        left = self._count - self._next
-        if self._over or self._prepared is None or not left:
-            return None
+        if self._pieces is None or self._alone or self._apart <= 0:
+            return []
         if not self._at_once:
-            if left < 2 * MIN_HANDED_OUT:
-                return None
-            rounds = -(-left // (threads * MAX_HANDED_OUT))
-            self._at_once = max(MIN_HANDED_OUT, -(-left // (threads * rounds)))
-        blocks: list[Prepared] = []
-        for i in range(self._next, min(self._next + self._at_once, self._count)):
-            block = self._prepared(i)
-            if block is None:
-                self._at_once = 0
-                return None
-            blocks.append(block)
-        self._next += len(blocks)
+            if self._apart < 2 * MIN_HANDED_OUT:
+                return []
+            rounds = -(-self._apart // (threads * MAX_HANDED_OUT))
+            self._at_once = max(MIN_HANDED_OUT, -(-self._apart // (threads * rounds)))
+        blocks = cast(list[Prepared], list(itertools.islice(self._pieces, self._at_once)))
+        self._apart -= len(blocks)
         self._out += 1
-        return HandedOut(blocks, self._returned)
+        return blocks
 
-    def _returned(self) -> None:
+    def take_back(self, blocks: list[Prepared]) -> None:
+        """Commit blocks that were handed out and are computed; they refer to nothing any more.
+
+        Otherwise the thread might have the last reference to what was lent, and return it.
+        """
+        for block in blocks:
+            block.commit()
+        blocks.clear()
         self._out -= 1
 
     def fail(self) -> None:
         """A block could not be computed: nothing more is done, and the shard stays busy."""
-        self._over = True
+        self._pieces = None
 
     def close(self) -> None:
-        """Do what is left. What is handed out has been committed."""
-        assert self._over or not self._out, "blocks of a closed work are being computed"
+        """Do what is left. What was handed out has been taken back."""
+        assert self._pieces is None or not self._out, "blocks of a closed work are being computed"
         for _ in self:
             pass
 
@@ -215,7 +183,7 @@ class BlockWork:
         self.close()
 
 
-Work = BlockWork | Pieces[None]
+Work = ShardWork | Pieces[None]
 """Work under way on one shard: one piece per ``next()``; run it to its end."""
 
 
@@ -223,223 +191,142 @@ DONE: Work = (None for _ in ())
 """Work that is done."""
 
 
-Gradient = Callable[[Workspace], np.ndarray]
-"""Computes the gradient of one block; it is valid until the work space is used again."""
-
-
-class GradientAccumulator:
-    """What one push does to the accumulator of a shard, block by block.
-
-    Args:
-        sums: The slot; its blocks hold the same elements as those of the shard's values.
-        steps: Gradients that make one update.
-        due: Whether this one completes them.
-        pool: Where replaced blocks go and fresh ones come from.
-    """
-
-    __slots__ = ("_pool", "_steps", "_sums", "copies", "due")
-
-    def __init__(self, sums: BlockArray, steps: int, due: bool, pool: BlockPool) -> None:
-        self.copies = 0  # blocks that were replaced, because a reader held them
-        self._sums = sums
-        self._steps = steps
-        self.due = due
-        self._pool = pool
-
-    def sum(self, i: int) -> np.ndarray:
-        """Return the sum of block ``i`` so far; for ``mean`` and ``add``, and nobody else."""
-        return self._sums.block(i).array
-
-    def mean(self, total: np.ndarray, gradient: np.ndarray, space: Workspace) -> np.ndarray:
-        """Return the mean that a block would have with this gradient; changes nothing.
-
-        It is of the slot's dtype, and valid until the work space is used again.
-        """
-        (mean,) = space.accumulated.arrays(total.dtype, 1, gradient.size)
-        with np.errstate(all="ignore"):  # an overflow is a result
-            np.add(total, gradient, out=mean, dtype=mean.dtype)
-            np.divide(mean, self._steps, out=mean)
-        return mean
-
-    def adding(self, i: int, gradient: Gradient) -> Prepared:
-        """Prepare to add a gradient to block ``i``."""
-        target, total = self._target(i), self.sum(i)
-
-        def compute(space: Workspace) -> None:
-            with np.errstate(all="ignore"):
-                np.add(total, gradient(space), out=target.array, dtype=total.dtype)
-
-        return Prepared(compute, lambda: self._commit(i, target))
-
-    def taking(self, i: int, gradient: Gradient) -> tuple[Gradient, Callable[[], None]]:
-        """Prepare to take the mean of block ``i`` with a gradient, and to let the block be 0.
-
-        Returns:
-            What does that and returns the mean, and what commits it, as of ``Prepared``.
-        """
-        target, total = self._target(i), self.sum(i)
-
-        def take(space: Workspace) -> np.ndarray:
-            mean = self.mean(total, gradient(space), space)
-            target.array.fill(0)
-            return mean
-
-        return take, lambda: self._commit(i, target)
-
-    def empty(self, i: int) -> None:
-        """Let block ``i`` be 0."""
-        target = self._target(i)
-        target.array.fill(0)
-        self._commit(i, target)
-
-    def _target(self, i: int) -> Block:
-        return self._sums.writable(i, self._pool)
-
-    def _commit(self, i: int, target: Block) -> None:
-        self.copies += self._sums.commit(i, target, self._pool)
-
-
+@dataclass(slots=True, eq=False)
 class ShardUpdate:
     """One application of a rule to a shard and its slots.
 
     A layerwise rule that was given no ratio takes the shard for a whole variable: all blocks are
-    measured before the first one changes.
+    measured before the first one changes. A rule that accumulates gradients is applied to the mean
+    of those of several pushes, when the last of them comes.
 
     Args:
         rule: As it is for this variable.
-        values: Of the shard.
-        slots: The rule's own, in its order.
+        arrays: Values of the shard, and the rule's slots, in its order.
         gradient: Of the shard; must not change until the last block is done.
         step: Of the push.
         pool: Where replaced blocks go and fresh ones come from.
         space: For what is computed here.
-        accumulator: What sums gradients until they are applied; None: each one is.
         ratio: As for ``UpdateRule.apply``.
+        sums: Slot of accumulated gradients, with blocks like those of the values; None: each
+            gradient is applied.
+        due: Whether this gradient completes those of one update.
     """
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        values: BlockArray,
-        slots: Sequence[BlockArray],
-        gradient: np.ndarray | MeanGradient,
-        step: int,
-        pool: BlockPool,
-        space: Workspace,
-        accumulator: GradientAccumulator | None = None,
-        ratio: float | None = None,
-    ) -> None:
-        self.copies = 0  # blocks replaced instead of changed, because a reader held them
-        self._rule = rule
-        self._values = values
-        self._slots = slots
-        self._gradient = gradient
-        self._step = step
-        self._pool = pool
-        self._space = space
-        self._accumulator = accumulator
-        self._ratio = ratio
-        self._writes_apart = rule.may_raise and (accumulator is None or accumulator.due)
-        self.raised: RuleRaised | None = None  # by the rule; the shard is as it was
-        self._apart: list[tuple[Block, list[Block]]] = []  # new contents, not swapped in yet
-        # Blocks to be measured before the first one changes.
-        self._to_measure = 0
-        if isinstance(rule, Lamb) and ratio is None:
-            self._to_measure = values.num_blocks
-            self._measurement = rule.measurement(step, space.rules)
-        self.pieces = self._to_measure + values.num_blocks
+    rule: UpdateRule
+    arrays: Sequence[BlockArray]
+    gradient: np.ndarray | MeanGradient
+    step: int
+    pool: BlockPool
+    space: Workspace
+    ratio: float | None = None
+    sums: BlockArray | None = None
+    due: bool = True
+    copies: int = 0  # blocks replaced instead of changed, because a reader held them
+    raised: RuleRaised | None = None  # by the rule; the shard is as it was
 
-    def piece(self, i: int) -> None:
-        """Do piece ``i`` of ``pieces``: all of them, each once, in order."""
-        if i < self._to_measure:
-            self.measure(i, self._measurement)
-        elif self._writes_apart:
-            self._apply_apart(i)
-        else:
-            self._prepare(i).do(self._space)
+    @property
+    def num_measured(self) -> int:
+        """How many pieces come before the first block changes."""
+        takes_norms = isinstance(self.rule, Lamb) and self.ratio is None and self.due
+        return self.arrays[0].num_blocks if takes_norms else 0
 
-    def prepared(self, i: int) -> Prepared | None:
-        """Return piece ``i`` as what can be handed out; None: it has to be done by ``piece``."""
-        if i < self._to_measure or self._rule.may_raise:  # no code of users in other threads
-            return None
-        return self._prepare(i)
+    def pieces(self) -> Iterator[Prepared | None]:
+        """Do everything, block by block."""
+        if self.num_measured:
+            measurement = cast(Lamb, self.rule).measurement(self.step, self.space.rules)
+            yield from self.measuring(measurement)
+            self.ratio = Lamb.trust_ratio([measurement.sums])
+        if self.rule.may_raise and self.due:
+            yield from self._applying_apart()
+            return
+        for i in range(self.arrays[0].num_blocks):
+            if self.sums is not None and not self.due:
+                yield self._added(self.sums, i)
+            else:
+                yield self._applied(i)
 
-    def measure(self, i: int, measurement: Measurement) -> None:
-        """Measure block ``i``, which changes nothing."""
-        gradient = self._gradient_of(i, self._space)
-        if self._accumulator is not None:
-            gradient = self._accumulator.mean(self._accumulator.sum(i), gradient, self._space)
-        slots = [slot.block(i).array for slot in self._slots]
-        measurement.add(self._values.block(i).array, gradient, slots)
+    def measuring(self, measurement: Measurement) -> Iterator[None]:
+        """Measure block by block, which changes nothing."""
+        for i in range(self.arrays[0].num_blocks):
+            param, *slots = [array.block(i).array for array in self.arrays]
+            measurement.add(param, self._gradient_of(i)(self.space), slots)
+            yield
 
-    def _gradient_of(self, i: int, space: Workspace) -> np.ndarray:
-        part = slice(*self._values.bounds(i))
-        if isinstance(self._gradient, MeanGradient):
-            return self._gradient.cut(part, space.sums)
-        return self._gradient[part]
+    def _gradient_of(self, i: int) -> Callable[[Workspace], np.ndarray]:
+        """Return what computes the gradient of a block; it is valid until the space is used again.
 
-    def _prepare(self, i: int) -> Prepared:
-        if i == self._to_measure > 0:
-            self._ratio = Lamb.trust_ratio([self._measurement.sums])
-        i -= self._to_measure
-        accumulator = self._accumulator
-        if accumulator is None:
-            return self._applying(i, lambda space: self._gradient_of(i, space))
-        if not accumulator.due:
-            return accumulator.adding(i, lambda space: self._gradient_of(i, space))
-        take, taken = accumulator.taking(i, lambda space: self._gradient_of(i, space))
-        applying = self._applying(i, take)
+        With accumulated ones it is their mean, of the slot's dtype.
+        """
+        if self.sums is None:
+            return functools.partial(self._given, i)
+        total, steps = self.sums.block(i).array, self.rule.options.gradient_accumulation_steps
 
-        def commit() -> None:
-            applying.commit()
-            taken()
+        def mean(space: Workspace) -> np.ndarray:
+            given = self._given(i, space)
+            (made,) = space.accumulated.arrays(total.dtype, 1, given.size)
+            with np.errstate(all="ignore"):  # an overflow is a result
+                np.add(total, given, out=made, dtype=made.dtype)
+                np.divide(made, cast(int, steps), out=made)
+            return made
 
-        return Prepared(applying.compute, commit)
+        return mean
 
-    def _applying(self, i: int, gradient: Gradient) -> Prepared:
-        values, pool, step, ratio = self._values, self._pool, self._step, self._ratio
-        targets = [slot.writable(i, pool) for slot in self._slots]
-        target = values.writable(i, pool)
-        param, slots = values.block(i).array, [slot.block(i).array for slot in self._slots]
+    def _given(self, i: int, space: Workspace) -> np.ndarray:
+        part = slice(*self.arrays[0].bounds(i))
+        if isinstance(self.gradient, MeanGradient):
+            return self.gradient.cut(part, space.sums)
+        return self.gradient[part]
+
+    def _added(self, sums: BlockArray, i: int) -> Prepared:
+        """Prepare to add the gradient of a block to the sum."""
+        target, total = sums.writable(i, self.pool), sums.block(i).array
 
         def compute(space: Workspace) -> None:
-            outs = [slot_target.array for slot_target in targets]
-            part = param, gradient(space), slots, target.array, outs
-            self._rule.apply([part], step, space.rules, ratio)
+            with np.errstate(all="ignore"):
+                np.add(total, self._given(i, space), out=target.array, dtype=total.dtype)
 
-        def commit() -> None:
-            self.copies += values.commit(i, target, pool)
-            for slot, slot_target in zip(self._slots, targets, strict=True):
-                self.copies += slot.commit(i, slot_target, pool)
+        return Prepared(compute, lambda: self._commit([sums], i, [target]))
 
-        return Prepared(compute, commit)
+    def _applied(self, i: int) -> Prepared:
+        """Prepare to apply the rule to a block; its sum is 0 then."""
+        changed = self.arrays if self.sums is None else [*self.arrays, self.sums]
+        targets = [array.writable(i, self.pool) for array in changed]
+        param, *slots = [array.block(i).array for array in self.arrays]
+        gradient_of, ratio = self._gradient_of(i), self.ratio
 
-    def _apply_apart(self, i: int) -> None:
-        """As ``_applying`` of block ``i``, and with the last one of all: nothing changes before."""
-        if self.raised is not None:
-            return
-        values, pool, accumulator = self._values, self._pool, self._accumulator
-        gradient = self._gradient_of(i, self._space)
-        if accumulator is not None:
-            gradient = accumulator.mean(accumulator.sum(i), gradient, self._space)
-        target = values.writable(i, pool, apart=True)
-        targets = [slot.writable(i, pool, apart=True) for slot in self._slots]
-        slots = [slot.block(i).array for slot in self._slots]
-        outs = [slot_target.array for slot_target in targets]
-        part = values.block(i).array, gradient, slots, target.array, outs
-        try:
-            self._rule.apply([part], self._step, self._space.rules)
-        except RuleRaised as exc:
-            self.raised = exc
-            self._apart.clear()
-            return
-        self._apart.append((target, targets))
-        if i + 1 < self.pieces:
-            return
-        for at, (target, targets) in enumerate(self._apart):
-            values.commit(at, target, pool)
-            for slot, slot_target in zip(self._slots, targets, strict=True):
-                slot.commit(at, slot_target, pool)
-            if accumulator is not None:
-                accumulator.empty(at)
-        self._apart.clear()
+        def compute(space: Workspace) -> None:
+            gradient = gradient_of(space)
+            target, *outs = [each.array for each in targets]
+            if self.sums is not None:
+                outs.pop().fill(0)
+            part = param, gradient, slots, target, outs
+            self.rule.apply([part], self.step, space.rules, ratio)
+
+        return Prepared(compute, lambda: self._commit(changed, i, targets))
+
+    def _applying_apart(self) -> Iterator[None]:
+        """Apply the rule to all blocks, and then change them: nothing is changed if it raises."""
+        apart: list[list[Block]] = []
+        for i in range(self.arrays[0].num_blocks):
+            gradient = self._gradient_of(i)(self.space)
+            targets = [array.writable(i, self.pool, apart=True) for array in self.arrays]
+            param, *slots = [array.block(i).array for array in self.arrays]
+            target, *outs = [each.array for each in targets]
+            try:
+                part = param, gradient, slots, target, outs
+                self.rule.apply([part], self.step, self.space.rules)
+            except RuleRaised as exc:
+                self.raised = exc
+                return
+            apart.append(targets)
+            yield
+        for i, targets in enumerate(apart):
+            self._commit(self.arrays, i, targets)
+            if self.sums is not None:
+                empty = self.sums.writable(i, self.pool)
+                empty.array.fill(0)
+                self._commit([self.sums], i, [empty])
+
+    def _commit(self, arrays: Sequence[BlockArray], i: int, targets: Sequence[Block]) -> None:
+        for array, target in zip(arrays, targets, strict=True):
+            self.copies += array.commit(i, target, self.pool)

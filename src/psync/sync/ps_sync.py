@@ -227,7 +227,7 @@ class PsSync:
 
     def part(self, known: ShardSet, client: Client, message: Update, body: Body) -> Part:
         """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""
-        gradients = known.gradients(self.store, known.optimizer, body, message.rows)
+        gradients = known.operands(self.store, body, message.rows)
         key, nbytes = (known.optimizer, client, message.sequence), sum(map(len, body))
         return Part(key, message.local_step, known, gradients, body, nbytes, message.rows)
 
@@ -258,7 +258,7 @@ class PsSync:
         body, known = owned(self._pool, part.body), part.known
         if body is part.body:
             return part
-        gradients = known.gradients(self.store, known.optimizer, body, part.rows)
+        gradients = known.operands(self.store, body, part.rows)
         return msgspec.structs.replace(part, gradients=gradients, body=body)
 
     def _judge(self, request: Request[Update], part: Part) -> Later:
@@ -581,7 +581,7 @@ class PsSync:
             self.define(known)
             known.look_up(self.store)
             body = list(itertools.islice(arrays, held))
-            gradients, nbytes = known.gradients(self.store, group, body, rows), sum(map(len, body))
+            gradients, nbytes = known.operands(self.store, body, rows), sum(map(len, body))
             key = group, replica, push
             self.staging.stage(Part(key, local_step, known, gradients, body, nbytes, rows))
         for group, step, elsewhere, spread, broken, _ in groups:

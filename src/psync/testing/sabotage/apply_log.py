@@ -168,8 +168,8 @@ class LoggedUpdates(PsUpdates):
 
     def _applied(self, update: PsUpdate, answer: Pushed) -> None:
         super()._applied(update, answer)
-        if isinstance(self._store, LoggedStore) and self._store.log is not None:
-            self._store.log.applied(update)
+        if isinstance(self.store, LoggedStore) and self.store.log is not None:
+            self.store.log.applied(update)
 
 
 class LoggedServices(PsServices):

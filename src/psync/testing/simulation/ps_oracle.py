@@ -161,7 +161,7 @@ def noting_arrivals(original: Callable[..., Any]) -> Any:
         message, journal = update.message, Journal.current()
         key = (journal.lives, message.closure, message.ordinal)
         parts = 1 + len(message.spread or ())
-        journal.arrived.setdefault(key, (set(), parts))[0].add(self._task)
+        journal.arrived.setdefault(key, (set(), parts))[0].add(self.task)
         waiting = journal.admitted.setdefault(self, set())
         waiting.add(update.identity)
         try:
@@ -185,7 +185,7 @@ def noting_judgement(original: Callable[..., Any]) -> Any:
         try:
             return original(self, update)
         except FencedError as exc:
-            said = f"{self._task}: {update.identity}, which has arrived: {exc}"
+            said = f"{self.task}: {update.identity}, which has arrived: {exc}"
             journal.look(update.message.closure < 0, said, "dropped")
             raise
 

@@ -355,11 +355,11 @@ def home_of_each_client(original: Callable[..., Any]) -> Any:
 
 def counts_duplicates(original: Callable[..., Any]) -> Any:
     def judge(self: PsUpdates, update: PsUpdate) -> Any:
-        before = self._ledger.statistics()["already_applied"]
+        before = self.ledger.statistics()["already_applied"]
         outcome = original(self, update)
-        is_other_run = self._ledger.statistics()["already_applied"] > before
+        is_other_run = self.ledger.statistics()["already_applied"] > before
         if is_other_run and update.is_push and update.message.place == HOME:
-            own = self._store.push_count(update.known.optimizer).own
+            own = self.store.push_count(update.known.optimizer).own
             own[()] = own.get((), 0) + 1
         return outcome
 
