@@ -161,31 +161,27 @@ class PsLink:
         """
         call = Call(self, message, segments, lane="bulk" if bulk else "control", urgent=urgent)
         answers = Answers(Message, "", [call]).send()
-        try:
-            await answers.ended
-        finally:
-            answers.give_up()
-        (outcome,) = answers.outcomes
-        if isinstance(outcome, Exception):
-            raise outcome
-        assert outcome is not None, "it has ended"
-        return outcome
+        await answers.all()
+        (received,) = answers.outcomes
+        assert isinstance(received, Frame), "else its error was raised"
+        return received
 
-    def ask(self, call: Call, then: Then) -> Call:
-        """Make a call of this link; without a coroutine while there is a connection and it lasts.
+    def ask(self, call: Call, then: Then | None, losses: int = 0) -> Call:
+        """Make a call of this link; without a coroutine while there is a connection.
 
         Args:
             call: Can be given up.
             then: Told of the end.
+            losses: Connections in a row that were lost with it.
         """
-        call.then, call.is_repeated = then, False  # it may be made again after a rollback
+        call.then, call.losses = then, losses
         if not call.lane:
             call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)
         is_held = self._released is not None and not call.urgent
         self.heard.calls += 1
         if peer is None or not peer.is_open or self.lost is not None or is_held:
-            call.go_on()
+            self.ask_later(call)
             return call
         try:
             definition = call.definition
@@ -199,45 +195,33 @@ class PsLink:
             call.told(exc)
         return call
 
-    async def repeat(self, call: Call) -> Frame:
-        """Make a call over and over until it is answered; as ``call``."""
-        losses = 0
-        while True:
-            if self._released is not None and not call.urgent:
-                await self._released.wait()
-            try:
-                peer = await self.peer(call.lane)
-            except ParameterServerLost:
-                if self._released is None or call.urgent:
-                    raise
-                continue  # a recovery has begun
-            if self._released is not None and not call.urgent:
-                continue  # likewise, and the ps is there, but empty
-            began = asyncio.get_running_loop().time()
-            try:
-                if call.definition is not None:
-                    self.define(peer, call.definition)
-                message = call.message if call.build is None else call.build()
-                return await peer.call(message, call.segments, into=call.into, copied=call.copied)
-            except PlanForgotten:
-                losses += 1
-                if losses == MAX_LOSSES:
-                    raise
-                self.define_again()
-            except ConnectionLost as exc:
-                has_lasted = asyncio.get_running_loop().time() - began > LASTED_S
-                losses = 1 if has_lasted else losses + 1
-                check(message)  # or it would cost the next connections, too
-                if losses == MAX_LOSSES:
-                    raise ConnectionLost(
-                        f"{self.task}: {losses} connections in a row were lost with the same "
-                        f"request, the last because: {exc.message}"
-                    ) from exc
-                logger.debug("%s: repeating a request: %s", self.task, exc.message)
-            finally:
-                self.heard.calls += 1
-            if losses > 1:
-                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+    def ask_later(self, call: Call) -> None:
+        """Make a call once there is a connection, and no recovery goes on."""
+        task = asyncio.get_running_loop().create_task(self._ask_later(call))
+        self.repeating.add(task)
+        task.add_done_callback(self.repeating.discard)
+        call.end = task.cancel
+
+    async def _ask_later(self, call: Call) -> None:
+        try:
+            if call.losses > 1:
+                await asyncio.sleep(backoff(call.losses, self._endpoint.platform.uniform()))
+            is_ready = False
+            while not is_ready:
+                while self._released is not None and not call.urgent:
+                    await self._released.wait()
+                try:
+                    await self.peer(call.lane)
+                except ParameterServerLost:
+                    if self._released is None or call.urgent:
+                        raise
+                # Else a recovery has begun, and the ps may be there, but empty.
+                is_ready = self._released is None or call.urgent
+        except Exception as exc:
+            call.told(exc)
+        else:
+            call.asked = asyncio.get_running_loop().time()
+            self.ask(call, call.then, call.losses)
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a notification if there is a connection."""
@@ -524,10 +508,13 @@ class Call(msgspec.Struct, eq=False):
         definition: Of the plan that the message names, which the connection has to know.
         build: Makes the message, each time that it is sent; None: it is always the same.
         end: Gives it up; None: it is not under way.
+        then: Told of the end; None: it is over, or given up.
+        losses: Connections in a row that were lost with it.
+        asked: When it was sent again, by the loop's clock.
     """
 
     link: PsLink
-    message: Any = None  # None: it is built, and was not sent yet without a coroutine
+    message: Any = None  # None: it is built, and was not sent yet
     segments: Sequence[Segment] = ()
     nbytes: int = 0
     lane: str = ""
@@ -540,7 +527,8 @@ class Call(msgspec.Struct, eq=False):
     build: Callable[[], Message] | None = None
     end: Callable[[], object] | None = None
     then: Then | None = None
-    is_repeated: bool = False  # in a coroutine
+    losses: int = 0
+    asked: float = math.inf
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
@@ -549,40 +537,43 @@ class Call(msgspec.Struct, eq=False):
             end()
 
     def told(self, outcome: Frame | Exception) -> None:
-        """It is over; unless its first connection is gone, or what it names is forgotten."""
+        """It is over; unless its connection is gone, or what it names is forgotten."""
         self.link.heard.calls += 1
-        if isinstance(outcome, ConnectionLost | PlanForgotten) and not self.is_repeated:
-            try:
-                if self.message is not None:
-                    check(self.message)  # or it would cost the next connections, too
-            except LocalProtocolError as exc:
-                outcome = exc
-            else:
-                if isinstance(outcome, PlanForgotten):
-                    self.link.define_again()
-                self.link.heard.calls += 1
-                self.go_on()
+        if isinstance(outcome, ConnectionLost | PlanForgotten):
+            error = self._refusal(outcome)
+            if error is None:
+                self.link.ask_later(self)
                 return
+            outcome = error
         self.end = None
         then, self.then = self.then, None  # which leads back here: it would hold what came
         if then is not None:
             then(outcome)
 
-    def go_on(self) -> None:
-        """Go on in a coroutine: there is no connection."""
-        self.is_repeated = True
-        task = asyncio.get_running_loop().create_task(self._repeat())
-        self.link.repeating.add(task)
-        task.add_done_callback(self.link.repeating.discard)
-        self.end = task.cancel
-
-    async def _repeat(self) -> None:
-        outcome: Frame | Exception
+    def _refusal(self, lost: ConnectionLost | PlanForgotten) -> Exception | None:
+        """Return why it is not made again; None: it is."""
+        link = self.link
+        if isinstance(lost, PlanForgotten):
+            link.define_again()
+        if asyncio.get_running_loop().time() - self.asked > LASTED_S:
+            self.losses = 0
+        self.losses += 1
         try:
-            outcome = await self.link.repeat(self)
-        except Exception as exc:
-            outcome = exc
-        self.told(outcome)
+            if self.message is not None:
+                check(self.message)  # or it would cost the next connections, too
+        except LocalProtocolError as exc:
+            return exc
+        if self.losses < MAX_LOSSES:
+            logger.debug("%s: repeating a request: %s", link.task, lost.message)
+            return None
+        if isinstance(lost, PlanForgotten):
+            return lost
+        error = ConnectionLost(
+            f"{link.task}: {self.losses} connections in a row were lost with the same request, "
+            f"the last because: {lost.message}"
+        )
+        error.__cause__ = lost
+        return error
 
 
 class Answers(Generic[M]):

@@ -124,20 +124,28 @@ class Plan:
     """By what is done with it: how the ps task of each request is told."""
 
     def define(
-        self, what: Hashable, said: Callable[[Request], Mapping[str, Any]]
+        self,
+        what: Hashable,
+        said: Callable[[Request], Mapping[str, Any]] = lambda _: {},
+        requests: Sequence[Request] = (),
+        **same: Any,
     ) -> list[DefinePlan]:
-        """Settle what its messages to do something mean.
+        """Settle what its messages to do something mean, unless that is settled already.
 
         Args:
             what: That is done.
-            said: Returns, for a request, the fields of its definition behind the members.
+            said: Returns, for a request, further fields of its definition.
+            requests: That are sent instead of the plan's own.
+            same: Fields of all definitions.
         """
-        made = self.defined[what] = [
-            numbered(DefinePlan(0, request.members, **said(request))) for request in self.requests
-        ]
-        if len(self.defined) > MAX_DEFINITIONS:
-            del self.defined[next(iter(self.defined))]
-        return made
+        if what not in self.defined:
+            self.defined[what] = [
+                numbered(DefinePlan(0, request.members, **same, **said(request)))
+                for request in requests or self.requests
+            ]
+            if len(self.defined) > MAX_DEFINITIONS:
+                del self.defined[next(iter(self.defined))]
+        return self.defined[what]
 
 
 def numbered(definition: DefinePlan) -> DefinePlan:

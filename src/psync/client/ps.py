@@ -39,6 +39,7 @@ some of them; one pass brings the rows into the order in which they were asked f
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import logging
 import math
@@ -248,8 +249,10 @@ class PlanUpdate(Delivery[messages.Pushed]):
         plan: Of the variables.
         arrays: For each of them; or none at all.
         definitions: For each request.
-        message: Makes one, given this and the place of its request.
-        lane: Over which connection it goes.
+        identity: Id of the closure, or -1; and the ordinal of the call within it.
+        elsewhere: By ps, the pushes without a part there that are known; None: it is no push.
+        factors: For each request; or none at all.
+        lock: Under which this client holds the shards; 0: none.
         landing: Gets values that come with the answers; None: none are wanted.
     """
 
@@ -259,19 +262,44 @@ class PlanUpdate(Delivery[messages.Pushed]):
         plan: Plan,
         arrays: Sequence[Array],
         definitions: Sequence[messages.DefinePlan],
-        message: Callable[[PlanUpdate, int], Message],
-        lane: str = "",
+        identity: tuple[int, int],
+        *,
+        elsewhere: Mapping[int, int] | None = None,
+        factors: Sequence[list[float]] = (),
+        lock: int = 0,
         landing: Landing | None = None,
     ) -> None:
-        self.rows: list[list[int] | None] = []  # that the messages name
+        self._plan, self._definitions, self._identity = plan, definitions, identity
+        self._elsewhere, self._known_on = elsewhere, client.outgoing.timeline
+        self._factors, self._lock = factors, lock
+        self._rows: list[list[int] | None] = []  # that the messages name
         calls = []
         for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
-            build, link = functools.partial(message, self, at), client.links[plan.requests[at].ps]
-            self.rows.append(rows)
+            build, link = functools.partial(self.message, at), client.links[plan.requests[at].ps]
+            self._rows.append(rows)
+            # Under a lock nothing may be in front of it that waits for that.
+            lane = "control" if lock else ""
             call = Call(link, segments=segments, nbytes=nbytes, lane=lane, build=build)
             call.definition = definitions[at]
             calls.append(call)
         super().__init__(messages.Pushed, "an update", calls, "the shards", True, landing)
+
+    def message(self, at: int) -> messages.Update:
+        """Return the message of a request, as it is sent now."""
+        request, sent, drawn = self._plan.requests[at], self.calls[at], self.drawn
+        place = known = 0
+        if self._elsewhere is not None:
+            place = request.place
+            # What was known on another timeline ps tasks have undone.
+            if self._known_on == self.outgoing.timeline:
+                known = self._elsewhere.get(request.ps, 0)
+        return messages.Update(
+            sent.number, sent.link.updates.acked_below, self._identity[0],
+            self._identity[1] << PART_BITS | request.part, self._definitions[at].plan, known, place,
+            # The other messages, so that a cut finds all of them or none.
+            [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, self._rows[at],
+            self._factors[at] if self._factors else None, self._lock,
+        )  # fmt: skip
 
 
 def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:
@@ -279,11 +307,6 @@ def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:
     if pulled is None or ps not in pulled.first:
         return None
     return pulled.requests[pulled.first[ps]].members
-
-
-def others_of(drawn: Sequence[tuple[int, int]], at: int) -> list[tuple[int, int]] | None:
-    """Return (ps, number) of an update's other messages, so that a cut finds all or none."""
-    return [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
 
 
 class PsClient:
@@ -402,15 +425,14 @@ class PsClient:
         landing = Landing(plan, self._pool, out, writable, self.memory.windows)
         # Under a lock nothing may be in front of it that waits for a lock, and keeps it unread.
         lane, timeline = "control" if lock else "", -1
-        slots = self._slots_of(plan, optimizer, slot) if slot else None
+        slots = slot and plan.define((optimizer, slot), optimizer=optimizer, slot=slot)
         with self.work.pull:
             while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
                 timeline = self.outgoing.timeline
                 calls = []
                 for at, request in enumerate(plan.requests):
-                    read, definition = request.read, request.values
-                    if slots is not None or lock:
-                        definition = definition if slots is None else slots[at]
+                    read, definition = request.read, slots[at] if slots else request.values
+                    if slots or lock:
                         read = messages.Read(definition.plan, lock)
                     into = functools.partial(landing.into, at)
                     call = Call(self.links[request.ps], read, (), request.nbytes, lane, into)
@@ -519,29 +541,17 @@ class PsClient:
 
         Cancellation: A push once begun is shielded: it ends in the background.
         """
-        ratios: list[float] | None = None
+        factors: list[list[float]] = []
         if layerwise:
-            ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
-        timeline = self.outgoing.timeline
+            factors = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
         what = optimizer, None if landing is None else landing.plan, raised and raised.key
         definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, raised)
-
-        def message(update: PlanUpdate, at: int) -> messages.Update:
-            request, sent, drawn = plan.requests[at], update.calls[at], update.drawn
-            return messages.Update(
-                sent.number, sent.link.updates.acked_below, call[0],
-                call[1] << PART_BITS | request.part, definitions[at].plan,
-                # What was known on another timeline ps tasks have undone.
-                elsewhere.get(request.ps, 0) if timeline == self.outgoing.timeline else 0,
-                request.place,
-                # As ``others_of``.
-                [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, update.rows[at],
-                None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
-            )  # fmt: skip
-
         if IndexedSlices in map(type, gradients):
             gradients = self.in_order(gradients)
-        update = self._plan_update(self, plan, gradients, definitions, message, landing=landing)
+        update = self._plan_update(
+            self, plan, gradients, definitions, call,
+            elsewhere=elsewhere, factors=factors, landing=landing,
+        )  # fmt: skip
         with self.work.push:
             answers = await self.outgoing.deliver(update)
         if landing is not None:
@@ -561,18 +571,11 @@ class PsClient:
         def said(request: Request) -> dict[str, Any]:
             is_raised = raised is not None and (request.ps, request.part) == (raised.ps, 0)
             return {
-                "optimizer": optimizer,
-                "config": config,
                 "pull": brought(pulled, request.ps),
                 "raised": raised.key if raised is not None and is_raised else None,
             }
 
-        return plan.define(what, said)
-
-    def _slots_of(self, plan: Plan, optimizer: int, slot: str) -> list[messages.DefinePlan]:
-        return plan.defined.get((optimizer, slot)) or plan.define(
-            (optimizer, slot), lambda _: {"optimizer": optimizer, "slot": slot}
-        )
+        return plan.define(what, said, optimizer=optimizer, config=config)
 
     def landing(self, plan: Plan, push: Plan) -> Landing | None:
         """Return room for values that come with a push; None: they lie where nothing is pushed."""
@@ -588,19 +591,16 @@ class PsClient:
         optimizer: int,
         config: dict[str, Any],
         elsewhere: Mapping[int, int],
-    ) -> list[float] | None:
-        """Return what the learning rate is multiplied by for each of a plan's variables.
+    ) -> list[list[float]]:
+        """Return what the learning rate is multiplied by for the shards of each request.
 
-        None if there is nothing to ask for: each variable lies on one ps, which finds the ratio
+        Nothing if there is nothing to ask for: each variable lies on one ps, which finds the ratio
         itself; or there are gradients of rows, which such a rule refuses.
         """
-        if all(len(v.shards) == 1 for v in plan.variables):
-            return None
-        if IndexedSlices in map(type, gradients):
-            return None
+        if all(len(v.shards) == 1 for v in plan.variables) or IndexedSlices in map(type, gradients):
+            return []
 
-        what = optimizer, None, None
-        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, None)
+        definitions = self._pushes_of(plan, (optimizer, None, None), config, None)
         calls = []
         for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients)):
             ps = plan.requests[at].ps
@@ -617,7 +617,8 @@ class PsClient:
                 )
             for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
                 sums[variable].append((of_shard[2], of_shard[3]))
-        return [Lamb.trust_ratio(of_variable) for of_variable in sums]
+        ratios = [Lamb.trust_ratio(of_variable) for of_variable in sums]
+        return [[ratios[variable] for variable, *_ in request.cuts] for request in plan.requests]
 
     async def assign(
         self,
@@ -643,29 +644,12 @@ class PsClient:
 
         Cancellation: As ``push``.
         """
-
-        definitions = plan.defined.get(op) or plan.define(op, lambda _: {"op": op})
+        definitions = plan.define(op, op=op)
         return await self._update(plan, values, definitions, call, lock=lock)
 
-    async def _update(
-        self,
-        plan: Plan,
-        arrays: Sequence[Array],
-        definitions: Sequence[messages.DefinePlan],
-        call: tuple[int, int],
-        *,
-        factors: list[float] | None = None,
-        lock: int = 0,
-    ) -> list[messages.Pushed]:
-        def message(update: PlanUpdate, at: int) -> messages.Update:
-            sent, drawn, part = update.calls[at], update.drawn, plan.requests[at].part
-            return messages.Update(
-                sent.number, sent.link.updates.acked_below, call[0], call[1] << PART_BITS | part,
-                definitions[at].plan, 0, 0, others_of(drawn, at), update.rows[at], factors, lock,
-            )  # fmt: skip
-
-        lane = "control" if lock else ""
-        update = self._plan_update(self, plan, arrays, definitions, message, lane)
+    async def _update(self, *given: Any, **options: Any) -> list[messages.Pushed]:
+        """Deliver what changes variables; arguments as of ``PlanUpdate``."""
+        update = self._plan_update(self, *given, **options)
         with self.work.push:
             return await self.outgoing.deliver(update)
 
@@ -727,10 +711,9 @@ class PsClient:
         def said(request: Request) -> dict[str, Any]:
             return {"follows": [originals[number] for number, _ in request.members]}
 
-        what = ("average", *sorted(originals.items()))
-        definitions = plan.defined.get(what) or plan.define(what, said)
-
-        return await self._update(plan, (), definitions, call, factors=[decay])
+        definitions = plan.define(("average", *sorted(originals.items())), said)
+        factors = [[decay]] * len(plan.requests)
+        return await self._update(plan, (), definitions, call, factors=factors)
 
     def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
         """Return the same gradients; those of rows with ascending indices, each once."""
@@ -768,9 +751,10 @@ class PsClient:
 
         Cancellation: As ``push``.
         """
-        plan, what = self.plan((variable,)), ("assign", optimizer, slot)
-        said = {"optimizer": optimizer, "config": config, "slot": slot, "op": "assign"}
-        definitions = plan.defined.get(what) or plan.define(what, lambda _: said)
+        plan = self.plan((variable,))
+        definitions = plan.define(
+            ("assign", optimizer, slot), optimizer=optimizer, config=config, slot=slot, op="assign"
+        )
         await self._update(plan, (value,), definitions, (-1, 0))
 
     async def set_optimizer(
@@ -913,14 +897,10 @@ def _parts_of(plan: Plan, rows: np.ndarray | range, made: np.ndarray) -> Iterato
 
 def _within(rows: np.ndarray | range, low: int, high: int) -> tuple[int, int]:
     """Return which positions of ``rows`` have numbers from ``low`` to below ``high``."""
-    if not isinstance(rows, range):
-        begin, end = rows.searchsorted((low, high)).tolist()
-        return begin, end
-    if rows.step < 0:
+    if isinstance(rows, range) and rows.step < 0:
         begin, end = _within(rows[::-1], low, high)
         return len(rows) - end, len(rows) - begin
-    begin, end = (-((rows.start - bound) // rows.step) for bound in (low, high))
-    return min(max(begin, 0), len(rows)), min(max(end, 0), len(rows))
+    return bisect.bisect_left(rows, low), bisect.bisect_left(rows, high)
 
 
 # Conditional accumulators. What changes one is an update of its ps, and bears the identities of a

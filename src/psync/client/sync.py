@@ -48,7 +48,6 @@ from psync.client.plan import (
     Plan,
     Request,
     bodies_of,
-    numbered,
 )
 from psync.client.ps import PsClient, brought
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
@@ -255,12 +254,21 @@ class SyncClient:
             local_step = known.token if lowest is None else lowest
         if IndexedSlices in map(type, gradients):
             gradients = self._ps.in_order(gradients)
-        requests, bodies = plan.requests, bodies_of(plan, gradients)
+        requests: Sequence[Request] = plan.requests
+        bodies = bodies_of(plan, gradients)
         if 0 not in plan.first:
             requests, bodies = [NOTHING, *requests], [((), None, 0), *bodies]
         landing = None if ahead is None else ahead.want(plan, announced)
-        what = "synchronous", group, None if landing is None else landing.plan
-        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config)
+        brings = None if landing is None else landing.plan
+        what = "synchronous", group, brings
+        definitions = plan.defined.get(what) or plan.define(
+            what,
+            lambda request: {
+                "pull": brought(brings, request.ps),
+                "others": None if request.ps else [ps for ps in plan.first if ps],
+            },
+            requests, optimizer=group, config=config, variable_set=plan.digest, spread=plan.spread,
+        )  # fmt: skip
         pushes = known.pushes
         number = pushes.draw()
         # Each replica may contribute several times to a step: then what is lent is a copy.
@@ -320,25 +328,6 @@ class SyncClient:
                     landing.settle()
             ahead.put(landing)
         return answer
-
-    def _pushes_of(
-        self, plan: Plan, what: tuple[Any, ...], config: dict[str, Any]
-    ) -> list[messages.DefinePlan]:
-        """Settle what pushes of a group mean that bring these values."""
-        _, group, pulled = what
-        others = [ps for ps in plan.first if ps]
-        requests = plan.requests if 0 in plan.first else [NOTHING, *plan.requests]
-        made = plan.defined[what] = [
-            numbered(
-                messages.DefinePlan(
-                    0, request.members, group, config, pull=brought(pulled, request.ps),
-                    variable_set=plan.digest, others=None if request.ps else others,
-                    spread=plan.spread,
-                )
-            )
-            for request in requests
-        ]  # fmt: skip
-        return made
 
     async def _let_go(self, group: int, push: int, asked: Answers[Any], copied: bool) -> None:
         """Let nobody read any more where the caller has the gradients of a push.
