@@ -460,7 +460,7 @@ class Runtime:
     @functools.cached_property
     def ahead(self) -> PulledAhead:
         """Values that came with the answer to a push."""
-        return PulledAhead(self.ps.links, self.ps.heard, self.ps.now)
+        return PulledAhead(self.ps)
 
     @functools.cached_property
     def feedback(self) -> ErrorFeedback:

@@ -33,14 +33,17 @@ from psync.errors import (
     ClosedError,
     ConnectFailed,
     ConnectionLost,
+    FencedError,
     LocalProtocolError,
     ParameterServerLost,
     PlanForgotten,
     PsyncError,
     RemoteProtocolError,
+    TaskLost,
 )
 from psync.net.connection import Connection, Into
 from psync.net.endpoint import Endpoint
+from psync.net.shielding import shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
@@ -185,8 +188,11 @@ class PsLink:
             return call
         try:
             definition = call.definition
-            if definition is not None and definition.plan not in peer.state["plans"]:
-                self.define(peer, definition)
+            if definition is not None and definition.plan not in (named := peer.state["plans"]):
+                if len(named) >= MAX_DEFINED:
+                    named.clear()
+                named.add(definition.plan)
+                peer.notify(definition)
             if call.build is not None:
                 call.message = call.build()
             number = peer.ask(call.message, call.segments, call.told, call.into, copied=call.copied)
@@ -229,15 +235,6 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
 
-    def define(self, peer: Connection, definition: DefinePlan) -> None:
-        """Say on a connection what a plan is, in front of the first message there that names it."""
-        defined: set[int] = peer.state["plans"]
-        if definition.plan not in defined:
-            if len(defined) >= MAX_DEFINED:
-                defined.clear()
-            defined.add(definition.plan)
-            peer.notify(definition)
-
     def define_again(self) -> None:
         """The ps has forgotten a plan: say on each connection what they are before naming them."""
         for peer in self._peers.values():
@@ -260,8 +257,7 @@ class PsLink:
         if peer is not None and peer.is_open and self.lost is None:
             return peer
         async with self._connecting[lane]:
-            life = -1
-            while life != self._life:
+            while True:
                 peer = self._peers.get(lane)
                 self._check_usable()
                 if peer is not None and peer.is_open:
@@ -275,15 +271,15 @@ class PsLink:
                         finally:  # before anybody hears of it, who may end all attempts
                             del self._attempts[lane]
                 except (ConnectFailed, TimeoutError) as exc:
-                    if life == self._life:  # else it was looked for where it is not any more
-                        why = exc.message if isinstance(exc, ConnectFailed) else "given up"
-                        raise self._declare_lost(
-                            f"at {self.address} cannot be reached ({why})"
-                        ) from exc
-                else:
-                    if life != self._life:
-                        peer.close()
-            assert peer is not None, "else an error was raised"
+                    if life != self._life:  # it was looked for where it is not any more
+                        continue
+                    why = exc.message if isinstance(exc, ConnectFailed) else "given up"
+                    raise self._declare_lost(
+                        f"at {self.address} cannot be reached ({why})"
+                    ) from exc
+                if life == self._life:
+                    break
+                peer.close()
             if self._closed or self.lost is not None:  # meanwhile
                 peer.close()
                 self._check_usable()
@@ -586,11 +582,13 @@ class Answers(Generic[M]):
         question: What is asked: "a pull".
         calls: Are made by ``send``.
         body: What the answers bring: "the shards".
-        may_lack: Whether an answer without a body is one, too.
-        landing: Gets values that are wanted with the answers; None: none are.
+        landing: Gets values that may come with the answers; None: they bring what was asked for.
+        outgoing: Of the client, if the calls are to be made again when all have ended, and ps
+            tasks have rolled back meanwhile.
 
     Attributes:
         ended: Done when all have ended, or as soon as more would change nothing.
+        drawn: (ps, number there) of each call of an update, see ``Outgoing.deliver``.
     """
 
     def __init__(
@@ -599,10 +597,11 @@ class Answers(Generic[M]):
         question: str,
         calls: Sequence[Call],
         body: str = "",
-        may_lack: bool = False,
         landing: Landing | None = None,
+        outgoing: Outgoing | None = None,
     ) -> None:
         self.calls = calls
+        self.drawn: list[tuple[int, int]] = []
         if landing is not None:
             for call in calls:
                 place = landing.plan.first.get(call.link.index)
@@ -613,7 +612,10 @@ class Answers(Generic[M]):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.missing = self._turns = 0
         self.outcomes: list[Frame | Exception | None] = []
-        self._kind, self._question, self._body, self._may_lack = kind, question, body, may_lack
+        self._kind, self._question, self._body = kind, question, body
+        self._landing = landing
+        self._outgoing = outgoing
+        self._timeline = outgoing and outgoing.timeline
 
     def send(self) -> Self:
         """Make the calls, perhaps once more."""
@@ -638,7 +640,16 @@ class Answers(Generic[M]):
             self.complete()
 
     def complete(self) -> None:
-        """All have ended."""
+        """All have ended: an error, or answers that no rollback has undone, are the end."""
+        outgoing = self._outgoing
+        if outgoing is not None:
+            if self._timeline != outgoing.timeline:
+                self._timeline = outgoing.timeline
+                if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
+                    self.send()
+                    return
+            if self.drawn:
+                outgoing.answered(self.calls)
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -663,6 +674,8 @@ class Answers(Generic[M]):
         """Nobody wants the answers any more that are not there."""
         for call in self.calls:
             call.give_up()
+        if self.drawn and self._outgoing is not None:
+            self._outgoing.answered(self.calls)
 
     async def all(self) -> list[M]:
         """Return the answers.
@@ -687,7 +700,7 @@ class Answers(Generic[M]):
         """
         for call in self.calls:
             call.build = None  # which leads back here: it would hold what was sent
-        messages = []
+        messages, landing = [], self._landing
         for call, outcome in zip(self.calls, self.outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
@@ -697,12 +710,132 @@ class Answers(Generic[M]):
             if not isinstance(message, self._kind):
                 message = expect(outcome, self._kind, call.link.task, self._question)
             messages.append(message)
-            if got != call.lengths and call.lengths is not None and (got or not self._may_lack):
+            if landing is not None and message.steps is not None:  # type: ignore[attr-defined]
+                landing.steps.append(message.steps)  # type: ignore[attr-defined]
+            if got != call.lengths and call.lengths is not None and (got or landing is None):
                 raise RemoteProtocolError(
                     f"{call.link.task} sent wrong sizes for {self._body}: expected "
                     f"{sum(call.lengths)} bytes, got {sum(got)}"
                 )
         return messages
+
+
+class Outgoing:
+    """All updates of one client of ps tasks, see the tables above.
+
+    Attributes:
+        timeline: Grows whenever all ps tasks have rolled back to a snapshot.
+        begun: What is under way, and shielded from cancellation.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = 0
+        self.begun: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def deliver(self, update: Answers[M]) -> list[M]:
+        """Deliver an update; return the answer to each of its messages.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: As ``shielded``.
+        """
+        if self._closed:
+            raise ClosedError(CLOSED)
+        for call in update.calls:  # as ``Numbers.draw``
+            numbers = call.link.updates
+            number = call.number = numbers.next
+            numbers.next = number + 1
+            numbers.under_way[number] = None
+            update.drawn.append((call.link.index, number))
+        ended = update.ended
+        self.begun.add(ended)
+        try:
+            update.send()
+            await ended
+        except asyncio.CancelledError:
+            if self._closed:
+                update.give_up()
+            else:
+                self._go_on(update)
+            raise
+        finally:
+            self.begun.discard(ended)
+        return update.messages()
+
+    def answered(self, calls: Sequence[Call]) -> None:
+        """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
+        for call in calls:  # as ``Numbers.answered``
+            numbers = call.link.updates
+            numbers.under_way.pop(call.number, None)
+            numbers.acked_below = next(iter(numbers.under_way), numbers.next)
+
+    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do ``work`` and return what it returns.
+
+        Raises:
+            ClosedError: The client was closed; nothing is begun.
+            Exception: What it raises.
+
+        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
+        """
+        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
+            raise ClosedError(CLOSED)
+        under_way = asyncio.get_running_loop().create_task(work())
+        self.begun.add(under_way)
+        under_way.add_done_callback(self.begun.discard)
+        try:
+            return await shielded(under_way)
+        except asyncio.CancelledError:
+            under_way.add_done_callback(_note_result)
+            raise
+
+    def _go_on(self, update: Answers[Any]) -> None:
+        """Let a delivery end without its caller, who was cancelled."""
+        update.ended = rest = asyncio.get_running_loop().create_future()
+
+        def ended(rest: asyncio.Future[Any]) -> None:
+            self.begun.discard(rest)
+            if rest.cancelled():  # all is closed
+                update.give_up()
+                return
+            try:
+                update.messages()
+            except Exception as exc:
+                _log_error(exc)
+
+        self.begun.add(rest)
+        rest.add_done_callback(ended)
+        if not update.missing:
+            rest.set_result(None)
+
+    async def drain(self) -> None:
+        """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
+        while self.begun:
+            await asyncio.wait(list(self.begun))
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Begin nothing more; stop what has not ended after so long. Cancellation: safe."""
+        self._closed = True
+        if self.begun and patience_s:
+            await asyncio.wait(list(self.begun), timeout=patience_s)
+        for work in self.begun:
+            work.cancel()
+        await asyncio.gather(*self.begun, return_exceptions=True)
+
+
+def _note_result(work: asyncio.Future[Any]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        _log_error(error)
+
+
+def _log_error(error: BaseException) -> None:
+    level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
+    logger.log(level, "a push whose step was cancelled failed: %s", error)
+
+
+CLOSED = "the connections to the ps tasks are closed"
 
 
 def expect(received: Frame, kind: type[M] | UnionType, who: str, question: str) -> M:

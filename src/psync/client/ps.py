@@ -45,24 +45,21 @@ import logging
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from psync.client.counters import Numbers, PulledSteps, WorkMeter
-from psync.client.link import Answers, Call, Heard, PsLink, ask, expect
+from psync.client.link import Answers, Call, Heard, Outgoing, PsLink, ask, expect
 from psync.client.plan import Array, Landing, Plan, Request, bodies_of, into_targets, make_plan
 from psync.errors import (
-    ClosedError,
     ConfigurationError,
-    FencedError,
     RemoteProtocolError,
-    TaskLost,
     UnknownVariableError,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.shielding import end_all, shielded
+from psync.net.shielding import end_all
 from psync.numerics.compression import Compression
 from psync.numerics.memory import BlockPool, roomy
 from psync.numerics.rows import IndexedSlices, check_scatter, distinct, merged
@@ -81,167 +78,19 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 MAX_PLANS = 1024
-"""Sets of variables whose plans are kept, the least recently used go first. Each may be there
-twice: by its handles, and by its keys."""
+"""Sets of variables whose plans are kept, by their handles and by their keys; the least recently
+used go first."""
 
 ROWS_PER_REQUEST_BYTES = 32 << 20
 """More rows of one ps are asked for in several messages, each of which may see another version."""
 
 PARTS_PER_REQUEST = 4096
 
-CLOSED = "the connections to the ps tasks are closed"
-
 _KEY = operator.attrgetter("key")
 _SPEC = operator.attrgetter("spec")
 
 
-class Delivery(Answers[M]):
-    """An update on its way: its calls have numbers, and are made again after a rollback.
-
-    Attributes:
-        timeline: On which its messages were sent.
-    """
-
-    outgoing: Outgoing
-    timeline: int
-    drawn: list[tuple[int, int]]  # (ps, number there) of each message
-
-    def complete(self) -> None:
-        """All have ended: an error, or an answer that no rollback has undone, is the end."""
-        outgoing = self.outgoing
-        if self.timeline != outgoing.timeline:
-            if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
-                self.timeline = outgoing.timeline
-                self.send()
-                return
-        outgoing.answered(self.calls)
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def give_up(self) -> None:
-        """Nobody waits for it any more."""
-        super().give_up()
-        self.outgoing.answered(self.calls)
-
-
-class Outgoing:
-    """All updates of one client of ps tasks, see the tables above.
-
-    Attributes:
-        timeline: Grows whenever all ps tasks have rolled back to a snapshot.
-        begun: What is under way, and shielded from cancellation.
-    """
-
-    def __init__(self) -> None:
-        self.timeline = 0
-        self.begun: set[asyncio.Future[Any]] = set()
-        self._closed = False
-
-    async def deliver(self, update: Delivery[M]) -> list[M]:
-        """Deliver an update; return the answer to each of its messages.
-
-        Raises:
-            Exception: The first error, once all have ended.
-
-        Cancellation: As ``shielded``.
-        """
-        if self._closed:
-            raise ClosedError(CLOSED)
-        update.outgoing, update.drawn = self, []
-        for call in update.calls:  # as ``Numbers.draw``
-            numbers = call.link.updates
-            number = call.number = numbers.next
-            numbers.next = number + 1
-            numbers.under_way[number] = None
-            update.drawn.append((call.link.index, number))
-        ended = update.ended
-        self.begun.add(ended)
-        update.timeline = self.timeline
-        try:
-            update.send()
-            await ended
-        except asyncio.CancelledError:
-            if self._closed:
-                update.give_up()
-            else:
-                self._go_on(update)
-            raise
-        finally:
-            self.begun.discard(ended)
-        return update.messages()
-
-    def answered(self, calls: Sequence[Call]) -> None:
-        """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
-        for call in calls:  # as ``Numbers.answered``
-            numbers = call.link.updates
-            numbers.under_way.pop(call.number, None)
-            numbers.acked_below = next(iter(numbers.under_way), numbers.next)
-
-    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do ``work`` and return what it returns.
-
-        Raises:
-            ClosedError: The client was closed; nothing is begun.
-            Exception: What it raises.
-
-        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
-        """
-        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
-            raise ClosedError(CLOSED)
-        under_way = asyncio.get_running_loop().create_task(work())
-        self.begun.add(under_way)
-        under_way.add_done_callback(self.begun.discard)
-        try:
-            return await shielded(under_way)
-        except asyncio.CancelledError:
-            under_way.add_done_callback(_note_result)
-            raise
-
-    def _go_on(self, update: Delivery[Any]) -> None:
-        """Let a delivery end without its caller, who was cancelled."""
-        update.ended = rest = asyncio.get_running_loop().create_future()
-
-        def ended(rest: asyncio.Future[Any]) -> None:
-            self.begun.discard(rest)
-            if rest.cancelled():  # all is closed
-                update.give_up()
-                return
-            try:
-                update.messages()
-            except Exception as exc:
-                _log_error(exc)
-
-        self.begun.add(rest)
-        rest.add_done_callback(ended)
-        if not update.missing:
-            rest.set_result(None)
-
-    async def drain(self) -> None:
-        """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
-        while self.begun:
-            await asyncio.wait(list(self.begun))
-
-    async def close(self, patience_s: float = 0.0) -> None:
-        """Begin nothing more; stop what has not ended after so long. Cancellation: safe."""
-        self._closed = True
-        if self.begun and patience_s:
-            await asyncio.wait(list(self.begun), timeout=patience_s)
-        for work in self.begun:
-            work.cancel()
-        await asyncio.gather(*self.begun, return_exceptions=True)
-
-
-def _note_result(work: asyncio.Future[Any]) -> None:
-    if not work.cancelled() and (error := work.exception()) is not None:
-        _log_error(error)
-
-
-def _log_error(error: BaseException) -> None:
-    level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
-    logger.log(level, "a push whose step was cancelled failed: %s", error)
-
-
-class PlanUpdate(Delivery[messages.Pushed]):
+class PlanUpdate(Answers[messages.Pushed]):
     """An update of a plan's variables: a message for each of the plan's requests.
 
     Args:
@@ -271,10 +120,10 @@ class PlanUpdate(Delivery[messages.Pushed]):
     ) -> None:
         self._plan, self._definitions, self._identity = plan, definitions, identity
         self._elsewhere, self._known_on = elsewhere, client.outgoing.timeline
-        self._factors, self._lock = factors, lock
+        self._factors, self._lock, self._client = factors, lock, client
         self._rows: list[list[int] | None] = []  # that the messages name
         calls = []
-        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
+        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays, client.empty)):
             build, link = functools.partial(self.message, at), client.links[plan.requests[at].ps]
             self._rows.append(rows)
             # Under a lock nothing may be in front of it that waits for that.
@@ -282,7 +131,9 @@ class PlanUpdate(Delivery[messages.Pushed]):
             call = Call(link, segments=segments, nbytes=nbytes, lane=lane, build=build)
             call.definition = definitions[at]
             calls.append(call)
-        super().__init__(messages.Pushed, "an update", calls, "the shards", True, landing)
+        super().__init__(
+            messages.Pushed, "an update", calls, "the shards", landing, client.outgoing
+        )
 
     def message(self, at: int) -> messages.Update:
         """Return the message of a request, as it is sent now."""
@@ -291,7 +142,7 @@ class PlanUpdate(Delivery[messages.Pushed]):
         if self._elsewhere is not None:
             place = request.place
             # What was known on another timeline ps tasks have undone.
-            if self._known_on == self.outgoing.timeline:
+            if self._known_on == self._client.outgoing.timeline:
                 known = self._elsewhere.get(request.ps, 0)
         return messages.Update(
             sent.number, sent.link.updates.acked_below, self._identity[0],
@@ -344,8 +195,10 @@ class PsClient:
         self._pool = pool
         self.loop = asyncio.get_running_loop()
         self.work = WorkMeter(self.loop.time)
-        # By handles, and by compression and keys of variables. The last used is at the end.
+        # By compression and keys of variables. The last used is at the end.
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        # As ``plan``, by the variables' handles: one look-up, as these hash by identity.
+        self.plan_of = functools.lru_cache(MAX_PLANS)(self._plan_of)
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
@@ -364,26 +217,14 @@ class PsClient:
     ) -> Plan:
         """Return the plan for these variables, in this order; as they are, or compressed."""
         key = (compression, *map(_KEY, variables))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = make_plan(variables, compression)
-        return self._keep(key, plan)
-
-    def plan_of(self, handles: tuple[Any, ...]) -> Plan:
-        """As ``plan``, by the variables' handles: one look-up, as these hash by identity."""
-        plan = self._plans.get(handles)
-        if plan is None:
-            return self._keep(handles, self.plan(tuple(map(_SPEC, handles))))
-        self._plans.move_to_end(handles)
-        return plan
-
-    def _keep(self, key: tuple[object, ...], plan: Plan) -> Plan:
-        """Keep a plan as the last that was used."""
-        self._plans[key] = plan
+        plan = self._plans[key] = self._plans.get(key) or make_plan(variables, compression)
         self._plans.move_to_end(key)
-        if len(self._plans) > 2 * MAX_PLANS:
+        if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
+
+    def _plan_of(self, handles: tuple[Any, ...]) -> Plan:
+        return self.plan(tuple(map(_SPEC, handles)))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with any contents, whose memory is used again once nobody holds it."""
@@ -424,23 +265,21 @@ class PsClient:
         """
         landing = Landing(plan, self._pool, out, writable, self.memory.windows)
         # Under a lock nothing may be in front of it that waits for a lock, and keeps it unread.
-        lane, timeline = "control" if lock else "", -1
+        lane = "control" if lock else ""
         slots = slot and plan.define((optimizer, slot), optimizer=optimizer, slot=slot)
+        calls = []
+        for at, request in enumerate(plan.requests):
+            read, definition = request.read, slots[at] if slots else request.values
+            if slots or lock:
+                read = messages.Read(definition.plan, lock)
+            into = functools.partial(landing.into, at)
+            call = Call(self.links[request.ps], read, (), request.nbytes, lane, into)
+            call.lengths, call.definition = request.lengths, definition
+            calls.append(call)
+        pull = Answers(messages.Pulled, "a pull", calls, "the shards", outgoing=self.outgoing)
         with self.work.pull:
-            while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
-                timeline = self.outgoing.timeline
-                calls = []
-                for at, request in enumerate(plan.requests):
-                    read, definition = request.read, slots[at] if slots else request.values
-                    if slots or lock:
-                        read = messages.Read(definition.plan, lock)
-                    into = functools.partial(landing.into, at)
-                    call = Call(self.links[request.ps], read, (), request.nbytes, lane, into)
-                    call.lengths, call.definition = request.lengths, definition
-                    calls.append(call)
-                answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
-                for pulled in await answers.all():
-                    landing.steps += [pulled.steps]
+            for pulled in await pull.send().all():
+                landing.steps += [pulled.steps]
             if seen is not None:
                 seen.note(landing.steps)
             return await landing.copied() if landing.kept else landing.settle()
@@ -475,9 +314,7 @@ class PsClient:
             # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
         landed = self.empty((len(each), *row), dtype)
-        plan = self.plan((spec,))
-        wanted = _messages_of(_parts_of(plan, each, landed))
-        calls = [self._rows_call(plan.requests[parts[0].request], parts) for parts in wanted]
+        calls = list(self._row_calls(self.plan((spec,)), each, landed))
         answers = Answers(messages.Pulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
@@ -488,9 +325,38 @@ class PsClient:
             return landed
         return landed.take(inverse, 0, self.empty((len(rows), *row), dtype), "clip")
 
+    def _row_calls(self, plan: Plan, rows: np.ndarray | range, made: np.ndarray) -> Iterator[Call]:
+        """Yield what asks for rows of a variable: of one ps each, and for not too much.
+
+        Args:
+            plan: Of the variable.
+            rows: Each once; of more than one shard: ascending, or evenly spaced.
+            made: Where they belong.
+        """
+        (spec,), target = plan.variables, to_bytes_view(made)
+        row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
+        most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+        for request in plan.requests:
+            parts: list[_Rows] = []
+            size = 0
+            for place, (offset, beyond) in enumerate(request.spans):
+                begin, end = 0, len(rows)
+                if len(spec.shards) > 1:
+                    begin, end = _within(rows, offset, beyond)
+                for start in range(begin, end, most):
+                    stop = min(start + most, end)
+                    size += (stop - start) * row_bytes
+                    if parts and (size > ROWS_PER_REQUEST_BYTES or len(parts) == PARTS_PER_REQUEST):
+                        yield self._rows_call(request, parts)
+                        parts, size = [], (stop - start) * row_bytes
+                    lies = target[start * row_bytes : stop * row_bytes]
+                    parts.append(_Rows.of(place, rows[start:stop], offset, lies))
+            if parts:
+                yield self._rows_call(request, parts)
+
     def _rows_call(self, request: Request, parts: Sequence[_Rows]) -> Call:
         read = messages.Read(request.values.plan, 0, [each.on_wire for each in parts])
-        numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
+        numbers = [each.numbers for each in parts if each.numbers is not None]
         targets = [each.target for each in parts]
         lengths = tuple(map(len, targets))
         into = functools.partial(into_targets, lengths, [*filter(len, targets)])
@@ -546,20 +412,14 @@ class PsClient:
             factors = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
         what = optimizer, None if landing is None else landing.plan, raised and raised.key
         definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, raised)
-        if IndexedSlices in map(type, gradients):
-            gradients = self.in_order(gradients)
         update = self._plan_update(
             self, plan, gradients, definitions, call,
             elsewhere=elsewhere, factors=factors, landing=landing,
         )  # fmt: skip
         with self.work.push:
             answers = await self.outgoing.deliver(update)
-        if landing is not None:
-            for each in answers:
-                if each.steps is not None:
-                    landing.steps += [each.steps]
-            if len(landing.steps) == len(landing.plan.requests):
-                await landing.copied() if landing.kept else landing.settle()
+        if landing is not None and len(landing.steps) == len(landing.plan.requests):
+            await landing.copied() if landing.kept else landing.settle()
         return answers
 
     def _pushes_of(
@@ -602,7 +462,7 @@ class PsClient:
 
         definitions = self._pushes_of(plan, (optimizer, None, None), config, None)
         calls = []
-        for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients)):
+        for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients, self.empty)):
             ps = plan.requests[at].ps
             message = messages.MeasurePush(definitions[at].plan, elsewhere.get(ps, 0))
             call = Call(self.links[ps], message, segments, nbytes, definition=definitions[at])
@@ -715,16 +575,6 @@ class PsClient:
         factors = [[decay]] * len(plan.requests)
         return await self._update(plan, (), definitions, call, factors=factors)
 
-    def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
-        """Return the same gradients; those of rows with ascending indices, each once."""
-        ordered: list[Array] = []
-        for gradient in gradients:
-            if isinstance(gradient, IndexedSlices):
-                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
-                gradient = IndexedSlices(values, rows)
-            ordered.append(gradient)
-        return ordered
-
     # Optimizers.
 
     async def set_slot(
@@ -789,11 +639,12 @@ class PsClient:
 
     async def _set_optimizer(self, *fields: Any) -> int:
         """Return how many pushes were applied, marked; again, if ps tasks rolled back meanwhile."""
-        timeline, message = -1, messages.SetOptimizer(*fields)
-        while self.timeline != timeline:
-            timeline = self.timeline
-            calls = [Call(link, message) for link in self.links]
-            answers = await Answers(messages.OptimizerState, "SetOptimizer", calls).send().all()
+        calls = [Call(link, messages.SetOptimizer(*fields)) for link in self.links]
+        answers = (
+            await Answers(messages.OptimizerState, "SetOptimizer", calls, outgoing=self.outgoing)
+            .send()
+            .all()
+        )
         return total_of((answer.base, answer.own, answer.steps) for answer in answers)
 
 
@@ -837,62 +688,25 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
 class _Rows(NamedTuple):
     """Rows of one shard, and where they belong."""
 
-    request: int  # of the plan: its place
-    place: int  # of the shard in the request
-    rows: np.ndarray | range  # local to the shard
+    on_wire: tuple[int, int, int, int, int]  # as a message names them
+    numbers: memoryview | None  # in the shard; None: they are evenly spaced
     target: memoryview
 
-    @property
-    def on_wire(self) -> tuple[int, int, int, int, int]:
-        """As a message names them."""
-        rows = self.rows
-        if isinstance(rows, range):
-            return (self.place, len(rows), rows.start, rows.stop, rows.step)
-        return (self.place, len(rows), 0, 0, 0)
+    @staticmethod
+    def of(place: int, rows: np.ndarray | range, offset: int, target: memoryview) -> _Rows:
+        """Return some rows of a variable, at least one.
 
-
-def _messages_of(wanted: Iterator[_Rows]) -> list[list[_Rows]]:
-    """Return what is asked for in one message each: of one request, and not too much."""
-    all_parts: list[list[_Rows]] = []
-    size = 0
-    for one in wanted:
-        size += len(one.target)
-        parts = all_parts[-1] if all_parts else []
-        is_full = size > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST
-        if not parts or is_full or parts[0].request != one.request:
-            parts, size = [], len(one.target)
-            all_parts.append(parts)
-        parts.append(one)
-    return all_parts
-
-
-def _parts_of(plan: Plan, rows: np.ndarray | range, made: np.ndarray) -> Iterator[_Rows]:
-    """Yield what is wanted of each shard, in parts that one message may carry.
-
-    Args:
-        plan: Of the variable.
-        rows: Each once; of more than one shard: ascending, or evenly spaced.
-        made: Where they belong.
-    """
-    (spec,), target = plan.variables, to_bytes_view(made)
-    row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
-    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
-    for at, request in enumerate(plan.requests):
-        for place, (offset, beyond) in enumerate(request.spans):
-            begin, end = 0, len(rows)
-            if len(spec.shards) > 1:
-                begin, end = _within(rows, offset, beyond)
-            for start in range(begin, end, most):
-                stop = min(start + most, end)
-                part = rows[start:stop]
-                if isinstance(part, range):
-                    first, last = part[0] - offset, part[-1] - offset
-                    # Of one row any number would do for numpy.
-                    step = part.step if first != last else 1
-                    part = range(first, last + step, step)
-                else:
-                    part = part - offset
-                yield _Rows(at, place, part, target[start * row_bytes : stop * row_bytes])
+        Args:
+            place: Of the shard in its request.
+            rows: Their numbers.
+            offset: First row of the shard.
+            target: Where they belong.
+        """
+        if not isinstance(rows, range):
+            return _Rows((place, len(rows), 0, 0, 0), to_bytes_view(rows - offset), target)
+        step = rows.step if len(rows) > 1 else 1  # of one row any number would do for numpy
+        first, last = rows[0] - offset, rows[-1] - offset
+        return _Rows((place, len(rows), first, last + step, step), None, target)
 
 
 def _within(rows: np.ndarray | range, low: int, high: int) -> tuple[int, int]:
@@ -958,8 +772,9 @@ class AccumulatorClient:
                 return messages.UpdateAccumulator(*numbers, name, *said)
 
             asked = Call(link, segments=segments, nbytes=sum(map(len, segments)), build=build)
-            delivery = Delivery(messages.AccumulatorState, "a gradient", [asked])
-            return self._ps.outgoing.deliver(delivery)
+            outgoing = self._ps.outgoing
+            update = Answers(messages.AccumulatorState, "a gradient", [asked], outgoing=outgoing)
+            return outgoing.deliver(update)
 
         (answer,) = await self._of_defined(place, deliver)
         return answer
