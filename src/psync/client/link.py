@@ -73,6 +73,8 @@ MAX_LOSSES = 16
 LASTED_S = 60.0
 """A connection that was there for so long was not broken by a request."""
 
+CLOSED = "the connections to the ps tasks are closed"
+
 MAX_DEFINED = 65_536
 """Plans that a connection is known to have named; then all are named again."""
 
@@ -91,7 +93,7 @@ class PsLink:
         index: Of the ps.
         address: Where it is.
         lost_after_s: A ps that cannot be reached for so long is lost. inf: it may not be up yet.
-        heard: Counts the calls of all links of one client; None: these alone.
+        client: Counts the calls of all its links; None: this is its only one.
 
     Attributes:
         incarnation: Of the ps; None until the first connection.
@@ -114,7 +116,7 @@ class PsLink:
         index: int,
         address: str,
         lost_after_s: float,
-        heard: Heard | None = None,
+        client: Outgoing | None = None,
     ) -> None:
         self.index = index
         self.task = f"/job:ps/task:{index}"
@@ -126,7 +128,7 @@ class PsLink:
         self.refused_for_s = REFUSED_FOR_S
         self.away_for_s = math.inf
         self.lost_after_s = lost_after_s
-        self.heard = heard or Heard()
+        self.client = client or Outgoing()
         self.relied_on: dict[Answers[Any], int] = {}
         self._endpoint = endpoint
         self._life = 0  # how often it was revived
@@ -182,7 +184,7 @@ class PsLink:
             call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)
         is_held = self._released is not None and not call.urgent
-        self.heard.calls += 1
+        self.client.calls += 1
         if peer is None or not peer.is_open or self.lost is not None or is_held:
             self.ask_later(call)
             return call
@@ -277,12 +279,9 @@ class PsLink:
                     raise self._declare_lost(
                         f"at {self.address} cannot be reached ({why})"
                     ) from exc
-                if life == self._life:
+                if life == self._life and self.lost is None and not self._closed:
                     break
                 peer.close()
-            if self._closed or self.lost is not None:  # meanwhile
-                peer.close()
-                self._check_usable()
             if self.incarnation is None:
                 self.incarnation = peer.incarnation
             elif self.incarnation != peer.incarnation:
@@ -290,7 +289,7 @@ class PsLink:
                 raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
             self._peers[lane] = peer
             peer.state["plans"] = set()  # that were defined on it
-            self.heard.calls += 1
+            self.client.calls += 1
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
@@ -477,16 +476,6 @@ class PsLink:
         return [self._keepalive]
 
 
-class Heard(msgspec.Struct, eq=False):
-    """What one client has asked of ps tasks, and heard.
-
-    Attributes:
-        calls: Requests so far, answers, and connections.
-    """
-
-    calls: int = 0
-
-
 class Call(msgspec.Struct, eq=False):
     """A request to a ps that may be repeated: it is sent over and over until it is answered.
 
@@ -534,7 +523,7 @@ class Call(msgspec.Struct, eq=False):
 
     def told(self, outcome: Frame | Exception) -> None:
         """It is over; unless its connection is gone, or what it names is forgotten."""
-        self.link.heard.calls += 1
+        self.link.client.calls += 1
         if isinstance(outcome, ConnectionLost | PlanForgotten):
             error = self._refusal(outcome)
             if error is None:
@@ -721,15 +710,16 @@ class Answers(Generic[M]):
 
 
 class Outgoing:
-    """All updates of one client of ps tasks, see the tables above.
+    """All updates of one client of ps tasks, see ``client.ps``.
 
     Attributes:
         timeline: Grows whenever all ps tasks have rolled back to a snapshot.
         begun: What is under way, and shielded from cancellation.
+        calls: Requests so far of all its links, answers, and connections.
     """
 
     def __init__(self) -> None:
-        self.timeline = 0
+        self.timeline = self.calls = 0
         self.begun: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -782,33 +772,25 @@ class Outgoing:
         """
         if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
             raise ClosedError(CLOSED)
-        under_way = asyncio.get_running_loop().create_task(work())
-        self.begun.add(under_way)
-        under_way.add_done_callback(self.begun.discard)
+        under_way = self._begin(work())
         try:
             return await shielded(under_way)
         except asyncio.CancelledError:
             under_way.add_done_callback(_note_result)
             raise
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.begun.add(task)
+        task.add_done_callback(self.begun.discard)
+        return task
+
     def _go_on(self, update: Answers[Any]) -> None:
         """Let a delivery end without its caller, who was cancelled."""
-        update.ended = rest = asyncio.get_running_loop().create_future()
-
-        def ended(rest: asyncio.Future[Any]) -> None:
-            self.begun.discard(rest)
-            if rest.cancelled():  # all is closed
-                update.give_up()
-                return
-            try:
-                update.messages()
-            except Exception as exc:
-                _log_error(exc)
-
-        self.begun.add(rest)
-        rest.add_done_callback(ended)
+        update.ended = asyncio.get_running_loop().create_future()
         if not update.missing:
-            rest.set_result(None)
+            update.ended.set_result(None)
+        self._begin(update.all()).add_done_callback(_note_result)
 
     async def drain(self) -> None:
         """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
@@ -827,15 +809,8 @@ class Outgoing:
 
 def _note_result(work: asyncio.Future[Any]) -> None:
     if not work.cancelled() and (error := work.exception()) is not None:
-        _log_error(error)
-
-
-def _log_error(error: BaseException) -> None:
-    level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
-    logger.log(level, "a push whose step was cancelled failed: %s", error)
-
-
-CLOSED = "the connections to the ps tasks are closed"
+        level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
+        logger.log(level, "a push whose step was cancelled failed: %s", error)
 
 
 def expect(received: Frame, kind: type[M] | UnionType, who: str, question: str) -> M:

@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from psync.client.counters import Numbers, PulledSteps, WorkMeter
-from psync.client.link import Answers, Call, Heard, Outgoing, PsLink, ask, expect
+from psync.client.link import Answers, Call, Outgoing, PsLink, ask, expect
 from psync.client.plan import Array, Landing, Plan, Request, bodies_of, into_targets, make_plan
 from psync.errors import (
     ConfigurationError,
@@ -170,7 +170,6 @@ class PsClient:
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
 
     Attributes:
-        heard: Counts the calls of all links.
         loop: The event loop to which its connections belong.
         memory: Of this task, which ps tasks of its host can read.
         work: What the time of this task goes to.
@@ -183,14 +182,13 @@ class PsClient:
         pool: BlockPool,
         lost_after_s: float = 15.0,
     ) -> None:
-        self.heard = Heard()
+        self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
+        self.outgoing = self.parts.of(Outgoing)()
         self.links = [
-            PsLink(endpoint, index, address, lost_after_s, self.heard)
+            PsLink(endpoint, index, address, lost_after_s, self.outgoing)
             for index, address in enumerate(addresses)
         ]
-        self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
         self.memory = endpoint.platform.memory
-        self.outgoing = self.parts.of(Outgoing)()
         self._plan_update = self.parts.of(PlanUpdate)
         self._pool = pool
         self.loop = asyncio.get_running_loop()

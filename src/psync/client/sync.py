@@ -77,7 +77,7 @@ class PulledAhead:
         self.is_used = False
         self.arrivals = 0
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
-        self._links, self._heard = ps.links, ps.heard
+        self._links, self._client = ps.links, ps.outgoing
         self._now = ps.now  # finer than ``GOOD_FOR_S``
         self._pool = BlockPool()
         self._plan: Plan | None = None  # of the first pull after the last push
@@ -100,7 +100,7 @@ class PulledAhead:
         self._is_first = True
         self._arrivals_then = self.arrivals
         asked = push.first.keys() | {0}
-        self._calls_then = self._heard.calls + 2 * len(asked)  # and the answers
+        self._calls_then = self._client.calls + 2 * len(asked)  # and the answers
         plan = announced or self._plan
         if plan is None or plan.nbytes > SMALL_BODY_BYTES or not plan.first.keys() <= asked:
             return None
@@ -141,7 +141,7 @@ class PulledAhead:
             arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
         """
         self.is_used = True
-        silent = self._calls_then in (-1, self._heard.calls)  # nothing else was asked, or answered
+        silent = self._calls_then in (-1, self._client.calls)  # nothing else was asked, or answered
         fresh = self._in_turn and arrival <= self._arrivals_then and silent
         if self._is_first:  # where they come too late once, they will the next time
             is_in_time = self._in_turn and silent  # a closure may come in sooner the next time

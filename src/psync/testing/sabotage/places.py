@@ -57,9 +57,8 @@ def _came(_: PsUpdates, request: Request[Any]) -> bool:
 
 
 def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:
-    return (
-        coordinator.workers.current(request.peer) is not None
-    )  # not one of a worker that was given up
+    # Not one of a worker that was given up.
+    return coordinator.workers.current(request.peer) is not None
 
 
 BEGIN, END = False, True
