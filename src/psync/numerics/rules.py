@@ -172,13 +172,8 @@ def slot_dtype(dtype: np.dtype) -> np.dtype:
     Raises:
         ValueMismatchError: ``dtype`` is not a floating one.
     """
-    try:
-        return sum_dtype(dtype)
-    except ValueMismatchError:
-        raise ValueMismatchError(
-            f"only floating-point variables can be optimized, got {dtype.name}",
-            hint="declare the variable with trainable=False and use assign_add, or make it float32",
-        ) from None
+    hint = "declare the variable with trainable=False and use assign_add, or make it float32"
+    return sum_dtype(dtype, "variables can be optimized", hint)
 
 
 class RuleRaised(Exception):

@@ -59,18 +59,20 @@ def cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 @functools.cache  # dtype.name costs microseconds
-def sum_dtype(dtype: np.dtype) -> np.dtype:
+def sum_dtype(
+    dtype: np.dtype, what: str = "gradients can be summed", hint: str | None = None
+) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed.
 
     Raises:
-        ValueMismatchError: ``dtype`` is not a floating one.
+        ValueMismatchError: ``dtype`` is not a floating one, and only floating-point ``what``.
     """
     name = dtype.name
     if name in ("float16", "bfloat16"):  # by name: bfloat16 is numpy's only with ml_dtypes
         return np.dtype(np.float32)
     if name in ("float32", "float64"):
         return np.dtype(name)
-    raise ValueMismatchError(f"only floating-point gradients can be summed, got {name}")
+    raise ValueMismatchError(f"only floating-point {what}, got {name}", hint=hint)
 
 
 @np.errstate(all="ignore")
