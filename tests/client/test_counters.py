@@ -46,7 +46,7 @@ def test_it_is_the_minimum_over_all_answers_since_the_last_push(
     since: dict[int, list[dict[int, int]]] = {1: [], 2: [], 3: []}
     for event in events:
         if isinstance(event, int):
-            pulled.forget(event)
+            pulled.lowest(event, push=True)
             since[event].clear()
         else:
             pulled.note([list(event.items())])

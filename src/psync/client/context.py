@@ -145,10 +145,8 @@ class ClosureContext(msgspec.Struct, eq=False):
             self._waiting = tuple(other for other in self._waiting if other is not task)
             error = None if task.cancelled() else task.exception()
             if self.cancelled or task.cancelled():
-                outcome.set_exception(
-                    ClosureCancelled(f"closure {self.closure_id} was cancelled while it waited")
-                )
-            elif error is not None:
+                error = ClosureCancelled(f"closure {self.closure_id} was cancelled while it waited")
+            if error is not None:
                 outcome.set_exception(error)
             else:
                 outcome.set_result(task.result())
@@ -460,7 +458,7 @@ class Runtime:
     @functools.cached_property
     def ahead(self) -> PulledAhead:
         """Values that came with the answer to a push."""
-        return PulledAhead(self.ps.links, self.ps.heard, self.ps.now)
+        return PulledAhead(self.ps)
 
     @functools.cached_property
     def feedback(self) -> ErrorFeedback:

@@ -65,26 +65,25 @@ class PulledSteps:
                 before, named, lowest = self._groups.get(group, (0, 0, step))
                 self._groups[group] = before, named + 1, min(lowest, step) if named else step
 
-    def lowest(self, group: int, alone: int = UNNAMED) -> int | None:
-        """Return the lowest step of ``group`` in all answers since ``forget``.
+    def lowest(self, group: int, alone: int = UNNAMED, *, push: bool = False) -> int | None:
+        """Return the lowest step of ``group`` in all answers since its last push.
 
         Args:
             group: Its number.
             alone: Answers that do not name it are of this step, or a later one.
+            push: Whether a push is made now: for the next one only later answers count.
 
         Returns:
             None: there were none. -1: some answer did not name the group.
         """
         before, named, lowest = self._groups.get(group, (0, 0, UNNAMED))
+        if push:
+            self._groups[group] = self._answers, 0, UNNAMED
         if self._answers == before:
             return None
         if named == self._answers - before:
             return lowest
         return min(lowest, alone) if named else alone
-
-    def forget(self, group: int) -> None:
-        """A push was made in ``group``: for its next one only later pulls count."""
-        self._groups[group] = self._answers, 0, UNNAMED
 
 
 KINDS = ("compute", "pull", "push", "wait")

@@ -46,7 +46,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from psync.client.counters import PulledSteps
-from psync.client.link import PsLink, ask
+from psync.client.link import PsLink
 from psync.client.plan import Array, Plan
 from psync.client.ps import PsClient
 from psync.errors import LockLost, PsyncError
@@ -54,7 +54,6 @@ from psync.net.platform import PerProcess
 from psync.numerics.compression import WIDE, Compression, compensate, narrow_dtype, widen_into
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES
-from psync.wire.codec import Message
 from psync.wire.messages import Contributed, LockShards, Pushed, UnlockShards
 
 logger = logging.getLogger(__name__)
@@ -153,7 +152,7 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
         for index in sorted(members):
             asked.append(ps.links[index])
             with ps.work.wait:
-                await _say(ps.links[index], LockShards(number, members[index], LEASE_S))
+                await ps.links[index].call(LockShards(number, members[index], LEASE_S))
             held.append(ps.links[index])
         yield number
     finally:
@@ -167,20 +166,16 @@ async def _renew(held: Sequence[PsLink], number: int) -> None:
         await asyncio.sleep(LEASE_S / 4)
         for link in list(held):
             try:
-                await _say(link, LockShards(number, [], LEASE_S))
+                await link.call(LockShards(number, [], LEASE_S))
             except PsyncError as exc:  # whoever speaks under it is told
                 logger.debug("%s: lock %d is not renewed: %s", link.task, number, exc)
 
 
 async def _unlock(asked: Sequence[PsLink], number: int) -> None:
-    calls = (_say(link, UnlockShards(number)) for link in asked)
+    calls = (link.call(UnlockShards(number)) for link in asked)
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, Exception):  # it ends with the connection
             logger.info("lock %d was not released: %s", number, outcome)
-
-
-async def _say(link: PsLink, message: Message) -> None:
-    await ask(link, message, Message)
 
 
 class ErrorFeedback:

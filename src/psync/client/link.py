@@ -33,14 +33,17 @@ from psync.errors import (
     ClosedError,
     ConnectFailed,
     ConnectionLost,
+    FencedError,
     LocalProtocolError,
     ParameterServerLost,
     PlanForgotten,
     PsyncError,
     RemoteProtocolError,
+    TaskLost,
 )
 from psync.net.connection import Connection, Into
 from psync.net.endpoint import Endpoint
+from psync.net.shielding import shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
@@ -70,6 +73,8 @@ MAX_LOSSES = 16
 LASTED_S = 60.0
 """A connection that was there for so long was not broken by a request."""
 
+CLOSED = "the connections to the ps tasks are closed"
+
 MAX_DEFINED = 65_536
 """Plans that a connection is known to have named; then all are named again."""
 
@@ -88,7 +93,7 @@ class PsLink:
         index: Of the ps.
         address: Where it is.
         lost_after_s: A ps that cannot be reached for so long is lost. inf: it may not be up yet.
-        heard: Counts the calls of all links of one client; None: these alone.
+        client: Counts the calls of all its links; None: this is its only one.
 
     Attributes:
         incarnation: Of the ps; None until the first connection.
@@ -111,7 +116,7 @@ class PsLink:
         index: int,
         address: str,
         lost_after_s: float,
-        heard: Heard | None = None,
+        client: Outgoing | None = None,
     ) -> None:
         self.index = index
         self.task = f"/job:ps/task:{index}"
@@ -123,7 +128,7 @@ class PsLink:
         self.refused_for_s = REFUSED_FOR_S
         self.away_for_s = math.inf
         self.lost_after_s = lost_after_s
-        self.heard = heard or Heard()
+        self.client = client or Outgoing()
         self.relied_on: dict[Answers[Any], int] = {}
         self._endpoint = endpoint
         self._life = 0  # how often it was revived
@@ -161,36 +166,35 @@ class PsLink:
         """
         call = Call(self, message, segments, lane="bulk" if bulk else "control", urgent=urgent)
         answers = Answers(Message, "", [call]).send()
-        try:
-            await answers.ended
-        finally:
-            answers.give_up()
-        (outcome,) = answers.outcomes
-        if isinstance(outcome, Exception):
-            raise outcome
-        assert outcome is not None, "it has ended"
-        return outcome
+        await answers.all()
+        (received,) = answers.outcomes
+        assert isinstance(received, Frame), "else its error was raised"
+        return received
 
-    def ask(self, call: Call, then: Then) -> Call:
-        """Make a call of this link; without a coroutine while there is a connection and it lasts.
+    def ask(self, call: Call, then: Then | None, losses: int = 0) -> Call:
+        """Make a call of this link; without a coroutine while there is a connection.
 
         Args:
             call: Can be given up.
             then: Told of the end.
+            losses: Connections in a row that were lost with it.
         """
-        call.then, call.is_repeated = then, False  # it may be made again after a rollback
+        call.then, call.losses = then, losses
         if not call.lane:
             call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)
         is_held = self._released is not None and not call.urgent
-        self.heard.calls += 1
+        self.client.calls += 1
         if peer is None or not peer.is_open or self.lost is not None or is_held:
-            call.go_on()
+            self.ask_later(call)
             return call
         try:
             definition = call.definition
-            if definition is not None and definition.plan not in peer.state["plans"]:
-                self.define(peer, definition)
+            if definition is not None and definition.plan not in (named := peer.state["plans"]):
+                if len(named) >= MAX_DEFINED:
+                    named.clear()
+                named.add(definition.plan)
+                peer.notify(definition)
             if call.build is not None:
                 call.message = call.build()
             number = peer.ask(call.message, call.segments, call.told, call.into, copied=call.copied)
@@ -199,60 +203,39 @@ class PsLink:
             call.told(exc)
         return call
 
-    async def repeat(self, call: Call) -> Frame:
-        """Make a call over and over until it is answered; as ``call``."""
-        losses = 0
-        while True:
-            if self._released is not None and not call.urgent:
-                await self._released.wait()
-            try:
-                peer = await self.peer(call.lane)
-            except ParameterServerLost:
-                if self._released is None or call.urgent:
-                    raise
-                continue  # a recovery has begun
-            if self._released is not None and not call.urgent:
-                continue  # likewise, and the ps is there, but empty
-            began = asyncio.get_running_loop().time()
-            try:
-                if call.definition is not None:
-                    self.define(peer, call.definition)
-                message = call.message if call.build is None else call.build()
-                return await peer.call(message, call.segments, into=call.into, copied=call.copied)
-            except PlanForgotten:
-                losses += 1
-                if losses == MAX_LOSSES:
-                    raise
-                self.define_again()
-            except ConnectionLost as exc:
-                has_lasted = asyncio.get_running_loop().time() - began > LASTED_S
-                losses = 1 if has_lasted else losses + 1
-                check(message)  # or it would cost the next connections, too
-                if losses == MAX_LOSSES:
-                    raise ConnectionLost(
-                        f"{self.task}: {losses} connections in a row were lost with the same "
-                        f"request, the last because: {exc.message}"
-                    ) from exc
-                logger.debug("%s: repeating a request: %s", self.task, exc.message)
-            finally:
-                self.heard.calls += 1
-            if losses > 1:
-                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+    def ask_later(self, call: Call) -> None:
+        """Make a call once there is a connection, and no recovery goes on."""
+        task = asyncio.get_running_loop().create_task(self._ask_later(call))
+        self.repeating.add(task)
+        task.add_done_callback(self.repeating.discard)
+        call.end = task.cancel
+
+    async def _ask_later(self, call: Call) -> None:
+        try:
+            if call.losses > 1:
+                await asyncio.sleep(backoff(call.losses, self._endpoint.platform.uniform()))
+            is_ready = False
+            while not is_ready:
+                while self._released is not None and not call.urgent:
+                    await self._released.wait()
+                try:
+                    await self.peer(call.lane)
+                except ParameterServerLost:
+                    if self._released is None or call.urgent:
+                        raise
+                # Else a recovery has begun, and the ps may be there, but empty.
+                is_ready = self._released is None or call.urgent
+        except Exception as exc:
+            call.told(exc)
+        else:
+            call.asked = asyncio.get_running_loop().time()
+            self.ask(call, call.then, call.losses)
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a notification if there is a connection."""
         peer = self._peers.get("control")
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
-
-    def define(self, peer: Connection, definition: DefinePlan) -> None:
-        """Say on a connection what a plan is, in front of the first message there that names it."""
-        defined: set[int] = peer.state["plans"]
-        if definition.plan not in defined:
-            if len(defined) >= MAX_DEFINED:
-                defined.clear()
-            defined.add(definition.plan)
-            peer.notify(definition)
 
     def define_again(self) -> None:
         """The ps has forgotten a plan: say on each connection what they are before naming them."""
@@ -276,8 +259,7 @@ class PsLink:
         if peer is not None and peer.is_open and self.lost is None:
             return peer
         async with self._connecting[lane]:
-            life = -1
-            while life != self._life:
+            while True:
                 peer = self._peers.get(lane)
                 self._check_usable()
                 if peer is not None and peer.is_open:
@@ -291,18 +273,15 @@ class PsLink:
                         finally:  # before anybody hears of it, who may end all attempts
                             del self._attempts[lane]
                 except (ConnectFailed, TimeoutError) as exc:
-                    if life == self._life:  # else it was looked for where it is not any more
-                        why = exc.message if isinstance(exc, ConnectFailed) else "given up"
-                        raise self._declare_lost(
-                            f"at {self.address} cannot be reached ({why})"
-                        ) from exc
-                else:
-                    if life != self._life:
-                        peer.close()
-            assert peer is not None, "else an error was raised"
-            if self._closed or self.lost is not None:  # meanwhile
+                    if life != self._life:  # it was looked for where it is not any more
+                        continue
+                    why = exc.message if isinstance(exc, ConnectFailed) else "given up"
+                    raise self._declare_lost(
+                        f"at {self.address} cannot be reached ({why})"
+                    ) from exc
+                if life == self._life and self.lost is None and not self._closed:
+                    break
                 peer.close()
-                self._check_usable()
             if self.incarnation is None:
                 self.incarnation = peer.incarnation
             elif self.incarnation != peer.incarnation:
@@ -310,7 +289,7 @@ class PsLink:
                 raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
             self._peers[lane] = peer
             peer.state["plans"] = set()  # that were defined on it
-            self.heard.calls += 1
+            self.client.calls += 1
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
@@ -497,16 +476,6 @@ class PsLink:
         return [self._keepalive]
 
 
-class Heard(msgspec.Struct, eq=False):
-    """What one client has asked of ps tasks, and heard.
-
-    Attributes:
-        calls: Requests so far, answers, and connections.
-    """
-
-    calls: int = 0
-
-
 class Call(msgspec.Struct, eq=False):
     """A request to a ps that may be repeated: it is sent over and over until it is answered.
 
@@ -524,10 +493,13 @@ class Call(msgspec.Struct, eq=False):
         definition: Of the plan that the message names, which the connection has to know.
         build: Makes the message, each time that it is sent; None: it is always the same.
         end: Gives it up; None: it is not under way.
+        then: Told of the end; None: it is over, or given up.
+        losses: Connections in a row that were lost with it.
+        asked: When it was sent again, by the loop's clock.
     """
 
     link: PsLink
-    message: Any = None  # None: it is built, and was not sent yet without a coroutine
+    message: Any = None  # None: it is built, and was not sent yet
     segments: Sequence[Segment] = ()
     nbytes: int = 0
     lane: str = ""
@@ -540,7 +512,8 @@ class Call(msgspec.Struct, eq=False):
     build: Callable[[], Message] | None = None
     end: Callable[[], object] | None = None
     then: Then | None = None
-    is_repeated: bool = False  # in a coroutine
+    losses: int = 0
+    asked: float = math.inf
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
@@ -549,40 +522,43 @@ class Call(msgspec.Struct, eq=False):
             end()
 
     def told(self, outcome: Frame | Exception) -> None:
-        """It is over; unless its first connection is gone, or what it names is forgotten."""
-        self.link.heard.calls += 1
-        if isinstance(outcome, ConnectionLost | PlanForgotten) and not self.is_repeated:
-            try:
-                if self.message is not None:
-                    check(self.message)  # or it would cost the next connections, too
-            except LocalProtocolError as exc:
-                outcome = exc
-            else:
-                if isinstance(outcome, PlanForgotten):
-                    self.link.define_again()
-                self.link.heard.calls += 1
-                self.go_on()
+        """It is over; unless its connection is gone, or what it names is forgotten."""
+        self.link.client.calls += 1
+        if isinstance(outcome, ConnectionLost | PlanForgotten):
+            error = self._refusal(outcome)
+            if error is None:
+                self.link.ask_later(self)
                 return
+            outcome = error
         self.end = None
         then, self.then = self.then, None  # which leads back here: it would hold what came
         if then is not None:
             then(outcome)
 
-    def go_on(self) -> None:
-        """Go on in a coroutine: there is no connection."""
-        self.is_repeated = True
-        task = asyncio.get_running_loop().create_task(self._repeat())
-        self.link.repeating.add(task)
-        task.add_done_callback(self.link.repeating.discard)
-        self.end = task.cancel
-
-    async def _repeat(self) -> None:
-        outcome: Frame | Exception
+    def _refusal(self, lost: ConnectionLost | PlanForgotten) -> Exception | None:
+        """Return why it is not made again; None: it is."""
+        link = self.link
+        if isinstance(lost, PlanForgotten):
+            link.define_again()
+        if asyncio.get_running_loop().time() - self.asked > LASTED_S:
+            self.losses = 0
+        self.losses += 1
         try:
-            outcome = await self.link.repeat(self)
-        except Exception as exc:
-            outcome = exc
-        self.told(outcome)
+            if self.message is not None:
+                check(self.message)  # or it would cost the next connections, too
+        except LocalProtocolError as exc:
+            return exc
+        if self.losses < MAX_LOSSES:
+            logger.debug("%s: repeating a request: %s", link.task, lost.message)
+            return None
+        if isinstance(lost, PlanForgotten):
+            return lost
+        error = ConnectionLost(
+            f"{link.task}: {self.losses} connections in a row were lost with the same request, "
+            f"the last because: {lost.message}"
+        )
+        error.__cause__ = lost
+        return error
 
 
 class Answers(Generic[M]):
@@ -595,11 +571,13 @@ class Answers(Generic[M]):
         question: What is asked: "a pull".
         calls: Are made by ``send``.
         body: What the answers bring: "the shards".
-        may_lack: Whether an answer without a body is one, too.
-        landing: Gets values that are wanted with the answers; None: none are.
+        landing: Gets values that may come with the answers; None: they bring what was asked for.
+        outgoing: Of the client, if the calls are to be made again when all have ended, and ps
+            tasks have rolled back meanwhile.
 
     Attributes:
         ended: Done when all have ended, or as soon as more would change nothing.
+        drawn: (ps, number there) of each call of an update, see ``Outgoing.deliver``.
     """
 
     def __init__(
@@ -608,10 +586,11 @@ class Answers(Generic[M]):
         question: str,
         calls: Sequence[Call],
         body: str = "",
-        may_lack: bool = False,
         landing: Landing | None = None,
+        outgoing: Outgoing | None = None,
     ) -> None:
         self.calls = calls
+        self.drawn: list[tuple[int, int]] = []
         if landing is not None:
             for call in calls:
                 place = landing.plan.first.get(call.link.index)
@@ -622,7 +601,10 @@ class Answers(Generic[M]):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.missing = self._turns = 0
         self.outcomes: list[Frame | Exception | None] = []
-        self._kind, self._question, self._body, self._may_lack = kind, question, body, may_lack
+        self._kind, self._question, self._body = kind, question, body
+        self._landing = landing
+        self._outgoing = outgoing
+        self._timeline = outgoing and outgoing.timeline
 
     def send(self) -> Self:
         """Make the calls, perhaps once more."""
@@ -647,7 +629,16 @@ class Answers(Generic[M]):
             self.complete()
 
     def complete(self) -> None:
-        """All have ended."""
+        """All have ended: an error, or answers that no rollback has undone, are the end."""
+        outgoing = self._outgoing
+        if outgoing is not None:
+            if self._timeline != outgoing.timeline:
+                self._timeline = outgoing.timeline
+                if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
+                    self.send()
+                    return
+            if self.drawn:
+                outgoing.answered(self.calls)
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -672,6 +663,8 @@ class Answers(Generic[M]):
         """Nobody wants the answers any more that are not there."""
         for call in self.calls:
             call.give_up()
+        if self.drawn and self._outgoing is not None:
+            self._outgoing.answered(self.calls)
 
     async def all(self) -> list[M]:
         """Return the answers.
@@ -696,7 +689,7 @@ class Answers(Generic[M]):
         """
         for call in self.calls:
             call.build = None  # which leads back here: it would hold what was sent
-        messages = []
+        messages, landing = [], self._landing
         for call, outcome in zip(self.calls, self.outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
@@ -706,12 +699,118 @@ class Answers(Generic[M]):
             if not isinstance(message, self._kind):
                 message = expect(outcome, self._kind, call.link.task, self._question)
             messages.append(message)
-            if got != call.lengths and call.lengths is not None and (got or not self._may_lack):
+            if landing is not None and message.steps is not None:  # type: ignore[attr-defined]
+                landing.steps.append(message.steps)  # type: ignore[attr-defined]
+            if got != call.lengths and call.lengths is not None and (got or landing is None):
                 raise RemoteProtocolError(
                     f"{call.link.task} sent wrong sizes for {self._body}: expected "
                     f"{sum(call.lengths)} bytes, got {sum(got)}"
                 )
         return messages
+
+
+class Outgoing:
+    """All updates of one client of ps tasks, see ``client.ps``.
+
+    Attributes:
+        timeline: Grows whenever all ps tasks have rolled back to a snapshot.
+        begun: What is under way, and shielded from cancellation.
+        calls: Requests so far of all its links, answers, and connections.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = self.calls = 0
+        self.begun: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def deliver(self, update: Answers[M]) -> list[M]:
+        """Deliver an update; return the answer to each of its messages.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: As ``shielded``.
+        """
+        if self._closed:
+            raise ClosedError(CLOSED)
+        for call in update.calls:  # as ``Numbers.draw``
+            numbers = call.link.updates
+            number = call.number = numbers.next
+            numbers.next = number + 1
+            numbers.under_way[number] = None
+            update.drawn.append((call.link.index, number))
+        ended = update.ended
+        self.begun.add(ended)
+        try:
+            update.send()
+            await ended
+        except asyncio.CancelledError:
+            if self._closed:
+                update.give_up()
+            else:
+                self._go_on(update)
+            raise
+        finally:
+            self.begun.discard(ended)
+        return update.messages()
+
+    def answered(self, calls: Sequence[Call]) -> None:
+        """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
+        for call in calls:  # as ``Numbers.answered``
+            numbers = call.link.updates
+            numbers.under_way.pop(call.number, None)
+            numbers.acked_below = next(iter(numbers.under_way), numbers.next)
+
+    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do ``work`` and return what it returns.
+
+        Raises:
+            ClosedError: The client was closed; nothing is begun.
+            Exception: What it raises.
+
+        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
+        """
+        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
+            raise ClosedError(CLOSED)
+        under_way = self._begin(work())
+        try:
+            return await shielded(under_way)
+        except asyncio.CancelledError:
+            under_way.add_done_callback(_note_result)
+            raise
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.begun.add(task)
+        task.add_done_callback(self.begun.discard)
+        return task
+
+    def _go_on(self, update: Answers[Any]) -> None:
+        """Let a delivery end without its caller, who was cancelled."""
+        update.ended = asyncio.get_running_loop().create_future()
+        if not update.missing:
+            update.ended.set_result(None)
+        self._begin(update.all()).add_done_callback(_note_result)
+
+    async def drain(self) -> None:
+        """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
+        while self.begun:
+            await asyncio.wait(list(self.begun))
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Begin nothing more; stop what has not ended after so long. Cancellation: safe."""
+        self._closed = True
+        if self.begun and patience_s:
+            await asyncio.wait(list(self.begun), timeout=patience_s)
+        for work in self.begun:
+            work.cancel()
+        await asyncio.gather(*self.begun, return_exceptions=True)
+
+
+def _note_result(work: asyncio.Future[Any]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
+        logger.log(level, "a push whose step was cancelled failed: %s", error)
 
 
 def expect(received: Frame, kind: type[M] | UnionType, who: str, question: str) -> M:

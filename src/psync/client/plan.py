@@ -14,11 +14,9 @@ else is copied into memory from a pool, by the connection while it comes in, or 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ import numpy as np
 from psync.net.shared.regions import Windows
 from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.memory import BlockPool
-from psync.numerics.rows import IndexedSlices
+from psync.numerics.rows import Empty, IndexedSlices, merged
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.codec import encode, replace
@@ -44,14 +42,6 @@ MAX_DEFINITIONS = 256
 MEMBERS_PER_REQUEST = 16_384
 BODY_PER_REQUEST = 2 << 30
 """A larger set is split over several requests, well below ``wire.limits``."""
-
-
-class Part(NamedTuple):
-    """Where a shard lies in the bodies of a plan's requests."""
-
-    request: int  # its place in the plan
-    offset: int  # in the body
-    nbytes: int
 
 
 class Place(NamedTuple):
@@ -112,9 +102,9 @@ class Plan:
     buffers: list[int]  # bytes of each receive buffer
     places: list[Place]  # of each variable
     alike: list[Alike]  # all of them, too
-    large: dict[int, list[Part]]
-    """Of each variable that may be lent by itself, by its index: its shards but empty ones, in
-    order."""
+    large: dict[int, list[tuple[int, int, int]]]
+    """Of each variable that may be lent by itself, by its index: of its shards but empty ones, in
+    order, the first byte in it, the place of the request, and the place there."""
     digest: bytes  # of the set of shards, in whatever order: the same in every process
     nbytes: int
     spread: bool  # whether a variable lies on several ps tasks
@@ -124,20 +114,28 @@ class Plan:
     """By what is done with it: how the ps task of each request is told."""
 
     def define(
-        self, what: Hashable, said: Callable[[Request], Mapping[str, Any]]
+        self,
+        what: Hashable,
+        said: Callable[[Request], Mapping[str, Any]] = lambda _: {},
+        requests: Sequence[Request] = (),
+        **same: Any,
     ) -> list[DefinePlan]:
-        """Settle what its messages to do something mean.
+        """Settle what its messages to do something mean, unless that is settled already.
 
         Args:
             what: That is done.
-            said: Returns, for a request, the fields of its definition behind the members.
+            said: Returns, for a request, further fields of its definition.
+            requests: That are sent instead of the plan's own.
+            same: Fields of all definitions.
         """
-        made = self.defined[what] = [
-            numbered(DefinePlan(0, request.members, **said(request))) for request in self.requests
-        ]
-        if len(self.defined) > MAX_DEFINITIONS:
-            del self.defined[next(iter(self.defined))]
-        return made
+        if what not in self.defined:
+            self.defined[what] = [
+                numbered(DefinePlan(0, request.members, **same, **said(request)))
+                for request in requests or self.requests
+            ]
+            if len(self.defined) > MAX_DEFINITIONS:
+                del self.defined[next(iter(self.defined))]
+        return self.defined[what]
 
 
 def numbered(definition: DefinePlan) -> DefinePlan:
@@ -233,34 +231,41 @@ def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
 
 def _large_in(
     requests: Sequence[Request], variables: Sequence[VariableSpec]
-) -> dict[int, list[Part]]:
-    found: dict[int, list[tuple[int, Part]]] = {}
+) -> dict[int, list[tuple[int, int, int]]]:
+    found: dict[int, list[tuple[int, int, int]]] = {}
     for number, request in enumerate(requests):
-        offset = 0
-        for (index, start, _), nbytes in zip(request.cuts, request.lengths, strict=True):
-            if nbytes and variables[index].nbytes > LENT_ABOVE_BYTES:
+        for place, (index, start, stop) in enumerate(request.cuts):
+            if start < stop and variables[index].nbytes > LENT_ABOVE_BYTES:
                 request.large.add(index)
-                found.setdefault(index, []).append((start, Part(number, offset, nbytes)))
-            offset += nbytes
-    return {index: [part for _, part in sorted(parts)] for index, parts in found.items()}
+                found.setdefault(index, []).append((start, number, place))
+    return {index: sorted(shards) for index, shards in found.items()}
 
 
 # What is sent.
 
 Array = np.ndarray | IndexedSlices
-"""What a push or assign has for a variable: all of it, or some rows in ascending order."""
+"""What a push or assign has for a variable: all of it, or some rows."""
 
 Body = tuple[Sequence[Segment], list[int] | None, int]
 """A segment for each shard; the number of rows in each one, -1 for all of it, or None where all of
 them are whole; and the bytes of all."""
 
 
-def bodies_of(plan: Plan, arrays: Sequence[Array]) -> list[Body]:
-    """Return what each message of a push or assign carries. Nothing is copied."""
+def bodies_of(plan: Plan, arrays: Sequence[Array], empty: Empty) -> list[Body]:
+    """Return what each message of a push or assign carries.
+
+    Nothing is copied but rows that do not ascend; those of one number are summed.
+
+    Args:
+        plan: Of the variables.
+        arrays: For each of them; or none at all.
+        empty: Makes arrays for such rows.
+    """
     if not arrays:
         return [((), None, 0) for _ in plan.requests]
     if IndexedSlices in map(type, arrays):
-        return [_body_with_rows(request, arrays) for request in plan.requests]
+        ordered = [_in_order(array, empty) for array in arrays]
+        return [_body_with_rows(request, ordered) for request in plan.requests]
     views = to_bytes_views(arrays)  # type: ignore[arg-type]
     bodies: list[Body] = []
     for request in plan.requests:
@@ -271,6 +276,13 @@ def bodies_of(plan: Plan, arrays: Sequence[Array]) -> list[Body]:
         joined.lengths = request.lengths
         bodies.append((joined, None, request.nbytes))
     return bodies
+
+
+def _in_order(array: Array, empty: Empty) -> Array:
+    if not isinstance(array, IndexedSlices):
+        return array
+    rows, values = merged(array.indices, array.values, "add", empty)
+    return IndexedSlices(values, rows)
 
 
 def _body_with_rows(request: Request, arrays: Sequence[Array]) -> Body:
@@ -385,11 +397,21 @@ class Landing:
 
     async def copied(self) -> list[np.ndarray]:
         """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""
-        leased = self._leased()
+        requests = self.plan.requests
+        bodies = {at: _cut(views, requests[at].lengths) for at, views in self.kept.items()}
+        self.kept.clear()
+        leased = self._leased(bodies)
         if len(leased) == len(self.plan.places):
-            self.kept.clear()  # nothing is left to copy
-        while self.kept:
-            for _ in self._copying(*self.kept.popitem(), leased):
+            bodies.clear()  # nothing is left to copy
+        while bodies:
+            at, shards = bodies.popitem()
+            targets: list[memoryview] = []
+            sources: list[memoryview] = []
+            for (index, start, stop), shard in zip(requests[at].cuts, shards, strict=True):
+                if index not in leased:
+                    targets.append(self._target(index, start, stop))
+                    sources += shard
+            for _ in copies(targets, sources):
                 await asyncio.sleep(0)
         return self.settle(leased)
 
@@ -411,60 +433,35 @@ class Landing:
         self.arrays = list(map(made.__getitem__, range(len(self.plan.places))))
         return self.arrays
 
-    # What is lent.
-
-    def _leased(self) -> dict[int, np.ndarray]:
+    def _leased(self, bodies: Mapping[int, list[list[memoryview]]]) -> dict[int, np.ndarray]:
         """Return an array of each variable that can be seen where it lies."""
         assert self._windows is not None, "something was kept"
-        bodies = {at: _Lying(views) for at, views in self.kept.items()}
         leased = {}
-        for index, parts in self.plan.large.items():
-            if index in self._given or any(part.request not in bodies for part in parts):
+        for index, shards in self.plan.large.items():
+            if index in self._given or any(number not in bodies for _, number, _ in shards):
                 continue
-            root = self._windows.joined([bodies[part.request].piece(part) for part in parts])
+            extents = [bodies[number][place] for _, number, place in shards]
+            root = self._windows.joined([each[0] if len(each) == 1 else None for each in extents])
             if root is not None:
                 array = np.ndarray(*self.plan.places[index][2:], root)
                 if array.flags.aligned:
                     leased[index] = array
         return leased
 
-    def _copying(
-        self, at: int, views: Sequence[memoryview], leased: Mapping[int, np.ndarray]
-    ) -> Iterator[int]:
-        """Copy what is not leased of a body; yield after each part."""
-        body, stop = _Lying(views), 0
-        targets: list[memoryview] = []
-        sources: list[memoryview] = []
-        for index, first, end in self.plan.requests[at].cuts:
-            start, stop = stop, stop + end - first
-            if index not in leased:
-                targets.append(self._target(index, first, end))
-                sources += body.pieces(start, stop)
-        return copies(targets, sources)
 
-
-class _Lying:
-    """A body where it lies: its extents."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
-        self._ends = list(itertools.accumulate(map(len, views)))
-
-    def piece(self, part: Part) -> memoryview | None:
-        """Return a part that is in one extent; None: it is in several."""
-        pieces = self.pieces(part.offset, part.offset + part.nbytes)
-        return pieces[0] if len(pieces) == 1 else None
-
-    def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes from ``start`` to ``stop``."""
+def _cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
+    """Cut a body that lies in several extents into segments of these lengths: of each its views."""
+    rest, segments = [*reversed(views)], list[list[memoryview]]()
+    for length in lengths:
         pieces = []
-        number = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            view, end = self._views[number], self._ends[number]
-            begin = end - len(view)
-            pieces.append(view[start - begin : min(stop, end) - begin])
-            start, number = end, number + 1
-        return pieces
+        while length:
+            view = rest.pop()
+            if len(view) > length:
+                rest.append(view[length:])
+            pieces.append(view[:length])
+            length -= len(pieces[-1])
+        segments.append(pieces)
+    return segments
 
 
 def _thrown_away(lengths: tuple[int, ...]) -> list[memoryview]:

@@ -39,29 +39,27 @@ some of them; one pass brings the rows into the order in which they were asked f
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import logging
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from psync.client.counters import Numbers, PulledSteps, WorkMeter
-from psync.client.link import Answers, Call, Heard, PsLink, ask, expect
+from psync.client.link import Answers, Call, Outgoing, PsLink, ask, expect
 from psync.client.plan import Array, Landing, Plan, Request, bodies_of, into_targets, make_plan
 from psync.errors import (
-    ClosedError,
     ConfigurationError,
-    FencedError,
     RemoteProtocolError,
-    TaskLost,
     UnknownVariableError,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.shielding import end_all, shielded
+from psync.net.shielding import end_all
 from psync.numerics.compression import Compression
 from psync.numerics.memory import BlockPool, roomy
 from psync.numerics.rows import IndexedSlices, check_scatter, distinct, merged
@@ -80,167 +78,19 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 MAX_PLANS = 1024
-"""Sets of variables whose plans are kept, the least recently used go first. Each may be there
-twice: by its handles, and by its keys."""
+"""Sets of variables whose plans are kept, by their handles and by their keys; the least recently
+used go first."""
 
 ROWS_PER_REQUEST_BYTES = 32 << 20
 """More rows of one ps are asked for in several messages, each of which may see another version."""
 
 PARTS_PER_REQUEST = 4096
 
-CLOSED = "the connections to the ps tasks are closed"
-
 _KEY = operator.attrgetter("key")
 _SPEC = operator.attrgetter("spec")
 
 
-class Delivery(Answers[M]):
-    """An update on its way: its calls have numbers, and are made again after a rollback.
-
-    Attributes:
-        timeline: On which its messages were sent.
-    """
-
-    outgoing: Outgoing
-    timeline: int
-    drawn: list[tuple[int, int]]  # (ps, number there) of each message
-
-    def complete(self) -> None:
-        """All have ended: an error, or an answer that no rollback has undone, is the end."""
-        outgoing = self.outgoing
-        if self.timeline != outgoing.timeline:
-            if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
-                self.timeline = outgoing.timeline
-                self.send()
-                return
-        outgoing.answered(self.calls)
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def give_up(self) -> None:
-        """Nobody waits for it any more."""
-        super().give_up()
-        self.outgoing.answered(self.calls)
-
-
-class Outgoing:
-    """All updates of one client of ps tasks, see the tables above.
-
-    Attributes:
-        timeline: Grows whenever all ps tasks have rolled back to a snapshot.
-        begun: What is under way, and shielded from cancellation.
-    """
-
-    def __init__(self) -> None:
-        self.timeline = 0
-        self.begun: set[asyncio.Future[Any]] = set()
-        self._closed = False
-
-    async def deliver(self, update: Delivery[M]) -> list[M]:
-        """Deliver an update; return the answer to each of its messages.
-
-        Raises:
-            Exception: The first error, once all have ended.
-
-        Cancellation: As ``shielded``.
-        """
-        if self._closed:
-            raise ClosedError(CLOSED)
-        update.outgoing, update.drawn = self, []
-        for call in update.calls:  # as ``Numbers.draw``
-            numbers = call.link.updates
-            number = call.number = numbers.next
-            numbers.next = number + 1
-            numbers.under_way[number] = None
-            update.drawn.append((call.link.index, number))
-        ended = update.ended
-        self.begun.add(ended)
-        update.timeline = self.timeline
-        try:
-            update.send()
-            await ended
-        except asyncio.CancelledError:
-            if self._closed:
-                update.give_up()
-            else:
-                self._go_on(update)
-            raise
-        finally:
-            self.begun.discard(ended)
-        return update.messages()
-
-    def answered(self, calls: Sequence[Call]) -> None:
-        """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
-        for call in calls:  # as ``Numbers.answered``
-            numbers = call.link.updates
-            numbers.under_way.pop(call.number, None)
-            numbers.acked_below = next(iter(numbers.under_way), numbers.next)
-
-    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do ``work`` and return what it returns.
-
-        Raises:
-            ClosedError: The client was closed; nothing is begun.
-            Exception: What it raises.
-
-        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
-        """
-        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
-            raise ClosedError(CLOSED)
-        under_way = asyncio.get_running_loop().create_task(work())
-        self.begun.add(under_way)
-        under_way.add_done_callback(self.begun.discard)
-        try:
-            return await shielded(under_way)
-        except asyncio.CancelledError:
-            under_way.add_done_callback(_note_result)
-            raise
-
-    def _go_on(self, update: Delivery[Any]) -> None:
-        """Let a delivery end without its caller, who was cancelled."""
-        update.ended = rest = asyncio.get_running_loop().create_future()
-
-        def ended(rest: asyncio.Future[Any]) -> None:
-            self.begun.discard(rest)
-            if rest.cancelled():  # all is closed
-                update.give_up()
-                return
-            try:
-                update.messages()
-            except Exception as exc:
-                _log_error(exc)
-
-        self.begun.add(rest)
-        rest.add_done_callback(ended)
-        if not update.missing:
-            rest.set_result(None)
-
-    async def drain(self) -> None:
-        """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
-        while self.begun:
-            await asyncio.wait(list(self.begun))
-
-    async def close(self, patience_s: float = 0.0) -> None:
-        """Begin nothing more; stop what has not ended after so long. Cancellation: safe."""
-        self._closed = True
-        if self.begun and patience_s:
-            await asyncio.wait(list(self.begun), timeout=patience_s)
-        for work in self.begun:
-            work.cancel()
-        await asyncio.gather(*self.begun, return_exceptions=True)
-
-
-def _note_result(work: asyncio.Future[Any]) -> None:
-    if not work.cancelled() and (error := work.exception()) is not None:
-        _log_error(error)
-
-
-def _log_error(error: BaseException) -> None:
-    level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
-    logger.log(level, "a push whose step was cancelled failed: %s", error)
-
-
-class PlanUpdate(Delivery[messages.Pushed]):
+class PlanUpdate(Answers[messages.Pushed]):
     """An update of a plan's variables: a message for each of the plan's requests.
 
     Args:
@@ -248,8 +98,10 @@ class PlanUpdate(Delivery[messages.Pushed]):
         plan: Of the variables.
         arrays: For each of them; or none at all.
         definitions: For each request.
-        message: Makes one, given this and the place of its request.
-        lane: Over which connection it goes.
+        identity: Id of the closure, or -1; and the ordinal of the call within it.
+        elsewhere: By ps, the pushes without a part there that are known; None: it is no push.
+        factors: For each request; or none at all.
+        lock: Under which this client holds the shards; 0: none.
         landing: Gets values that come with the answers; None: none are wanted.
     """
 
@@ -259,19 +111,46 @@ class PlanUpdate(Delivery[messages.Pushed]):
         plan: Plan,
         arrays: Sequence[Array],
         definitions: Sequence[messages.DefinePlan],
-        message: Callable[[PlanUpdate, int], Message],
-        lane: str = "",
+        identity: tuple[int, int],
+        *,
+        elsewhere: Mapping[int, int] | None = None,
+        factors: Sequence[list[float]] = (),
+        lock: int = 0,
         landing: Landing | None = None,
     ) -> None:
-        self.rows: list[list[int] | None] = []  # that the messages name
+        self._plan, self._definitions, self._identity = plan, definitions, identity
+        self._elsewhere, self._known_on = elsewhere, client.outgoing.timeline
+        self._factors, self._lock, self._client = factors, lock, client
+        self._rows: list[list[int] | None] = []  # that the messages name
         calls = []
-        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
-            build, link = functools.partial(message, self, at), client.links[plan.requests[at].ps]
-            self.rows.append(rows)
+        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays, client.empty)):
+            build, link = functools.partial(self.message, at), client.links[plan.requests[at].ps]
+            self._rows.append(rows)
+            # Under a lock nothing may be in front of it that waits for that.
+            lane = "control" if lock else ""
             call = Call(link, segments=segments, nbytes=nbytes, lane=lane, build=build)
             call.definition = definitions[at]
             calls.append(call)
-        super().__init__(messages.Pushed, "an update", calls, "the shards", True, landing)
+        super().__init__(
+            messages.Pushed, "an update", calls, "the shards", landing, client.outgoing
+        )
+
+    def message(self, at: int) -> messages.Update:
+        """Return the message of a request, as it is sent now."""
+        request, sent, drawn = self._plan.requests[at], self.calls[at], self.drawn
+        place = known = 0
+        if self._elsewhere is not None:
+            place = request.place
+            # What was known on another timeline ps tasks have undone.
+            if self._known_on == self._client.outgoing.timeline:
+                known = self._elsewhere.get(request.ps, 0)
+        return messages.Update(
+            sent.number, sent.link.updates.acked_below, self._identity[0],
+            self._identity[1] << PART_BITS | request.part, self._definitions[at].plan, known, place,
+            # The other messages, so that a cut finds all of them or none.
+            [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, self._rows[at],
+            self._factors[at] if self._factors else None, self._lock,
+        )  # fmt: skip
 
 
 def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:
@@ -279,11 +158,6 @@ def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:
     if pulled is None or ps not in pulled.first:
         return None
     return pulled.requests[pulled.first[ps]].members
-
-
-def others_of(drawn: Sequence[tuple[int, int]], at: int) -> list[tuple[int, int]] | None:
-    """Return (ps, number) of an update's other messages, so that a cut finds all or none."""
-    return [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
 
 
 class PsClient:
@@ -296,7 +170,6 @@ class PsClient:
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
 
     Attributes:
-        heard: Counts the calls of all links.
         loop: The event loop to which its connections belong.
         memory: Of this task, which ps tasks of its host can read.
         work: What the time of this task goes to.
@@ -309,20 +182,21 @@ class PsClient:
         pool: BlockPool,
         lost_after_s: float = 15.0,
     ) -> None:
-        self.heard = Heard()
+        self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
+        self.outgoing = self.parts.of(Outgoing)()
         self.links = [
-            PsLink(endpoint, index, address, lost_after_s, self.heard)
+            PsLink(endpoint, index, address, lost_after_s, self.outgoing)
             for index, address in enumerate(addresses)
         ]
-        self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
         self.memory = endpoint.platform.memory
-        self.outgoing = self.parts.of(Outgoing)()
         self._plan_update = self.parts.of(PlanUpdate)
         self._pool = pool
         self.loop = asyncio.get_running_loop()
         self.work = WorkMeter(self.loop.time)
-        # By handles, and by compression and keys of variables. The last used is at the end.
+        # By compression and keys of variables. The last used is at the end.
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        # As ``plan``, by the variables' handles: one look-up, as these hash by identity.
+        self.plan_of = functools.lru_cache(MAX_PLANS)(self._plan_of)
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
@@ -341,26 +215,14 @@ class PsClient:
     ) -> Plan:
         """Return the plan for these variables, in this order; as they are, or compressed."""
         key = (compression, *map(_KEY, variables))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = make_plan(variables, compression)
-        return self._keep(key, plan)
-
-    def plan_of(self, handles: tuple[Any, ...]) -> Plan:
-        """As ``plan``, by the variables' handles: one look-up, as these hash by identity."""
-        plan = self._plans.get(handles)
-        if plan is None:
-            return self._keep(handles, self.plan(tuple(map(_SPEC, handles))))
-        self._plans.move_to_end(handles)
-        return plan
-
-    def _keep(self, key: tuple[object, ...], plan: Plan) -> Plan:
-        """Keep a plan as the last that was used."""
-        self._plans[key] = plan
+        plan = self._plans[key] = self._plans.get(key) or make_plan(variables, compression)
         self._plans.move_to_end(key)
-        if len(self._plans) > 2 * MAX_PLANS:
+        if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
+
+    def _plan_of(self, handles: tuple[Any, ...]) -> Plan:
+        return self.plan(tuple(map(_SPEC, handles)))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with any contents, whose memory is used again once nobody holds it."""
@@ -401,24 +263,21 @@ class PsClient:
         """
         landing = Landing(plan, self._pool, out, writable, self.memory.windows)
         # Under a lock nothing may be in front of it that waits for a lock, and keeps it unread.
-        lane, timeline = "control" if lock else "", -1
-        slots = self._slots_of(plan, optimizer, slot) if slot else None
+        lane = "control" if lock else ""
+        slots = slot and plan.define((optimizer, slot), optimizer=optimizer, slot=slot)
+        calls = []
+        for at, request in enumerate(plan.requests):
+            read, definition = request.read, slots[at] if slots else request.values
+            if slots or lock:
+                read = messages.Read(definition.plan, lock)
+            into = functools.partial(landing.into, at)
+            call = Call(self.links[request.ps], read, (), request.nbytes, lane, into)
+            call.lengths, call.definition = request.lengths, definition
+            calls.append(call)
+        pull = Answers(messages.Pulled, "a pull", calls, "the shards", outgoing=self.outgoing)
         with self.work.pull:
-            while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
-                timeline = self.outgoing.timeline
-                calls = []
-                for at, request in enumerate(plan.requests):
-                    read, definition = request.read, request.values
-                    if slots is not None or lock:
-                        definition = definition if slots is None else slots[at]
-                        read = messages.Read(definition.plan, lock)
-                    into = functools.partial(landing.into, at)
-                    call = Call(self.links[request.ps], read, (), request.nbytes, lane, into)
-                    call.lengths, call.definition = request.lengths, definition
-                    calls.append(call)
-                answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
-                for pulled in await answers.all():
-                    landing.steps += [pulled.steps]
+            for pulled in await pull.send().all():
+                landing.steps += [pulled.steps]
             if seen is not None:
                 seen.note(landing.steps)
             return await landing.copied() if landing.kept else landing.settle()
@@ -453,9 +312,7 @@ class PsClient:
             # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
         landed = self.empty((len(each), *row), dtype)
-        plan = self.plan((spec,))
-        wanted = _messages_of(_parts_of(plan, each, landed))
-        calls = [self._rows_call(plan.requests[parts[0].request], parts) for parts in wanted]
+        calls = list(self._row_calls(self.plan((spec,)), each, landed))
         answers = Answers(messages.Pulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
@@ -466,9 +323,38 @@ class PsClient:
             return landed
         return landed.take(inverse, 0, self.empty((len(rows), *row), dtype), "clip")
 
+    def _row_calls(self, plan: Plan, rows: np.ndarray | range, made: np.ndarray) -> Iterator[Call]:
+        """Yield what asks for rows of a variable: of one ps each, and for not too much.
+
+        Args:
+            plan: Of the variable.
+            rows: Each once; of more than one shard: ascending, or evenly spaced.
+            made: Where they belong.
+        """
+        (spec,), target = plan.variables, to_bytes_view(made)
+        row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
+        most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+        for request in plan.requests:
+            parts: list[_Rows] = []
+            size = 0
+            for place, (offset, beyond) in enumerate(request.spans):
+                begin, end = 0, len(rows)
+                if len(spec.shards) > 1:
+                    begin, end = _within(rows, offset, beyond)
+                for start in range(begin, end, most):
+                    stop = min(start + most, end)
+                    size += (stop - start) * row_bytes
+                    if parts and (size > ROWS_PER_REQUEST_BYTES or len(parts) == PARTS_PER_REQUEST):
+                        yield self._rows_call(request, parts)
+                        parts, size = [], (stop - start) * row_bytes
+                    lies = target[start * row_bytes : stop * row_bytes]
+                    parts.append(_Rows.of(place, rows[start:stop], offset, lies))
+            if parts:
+                yield self._rows_call(request, parts)
+
     def _rows_call(self, request: Request, parts: Sequence[_Rows]) -> Call:
         read = messages.Read(request.values.plan, 0, [each.on_wire for each in parts])
-        numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
+        numbers = [each.numbers for each in parts if each.numbers is not None]
         targets = [each.target for each in parts]
         lengths = tuple(map(len, targets))
         into = functools.partial(into_targets, lengths, [*filter(len, targets)])
@@ -519,37 +405,19 @@ class PsClient:
 
         Cancellation: A push once begun is shielded: it ends in the background.
         """
-        ratios: list[float] | None = None
+        factors: list[list[float]] = []
         if layerwise:
-            ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
-        timeline = self.outgoing.timeline
+            factors = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
         what = optimizer, None if landing is None else landing.plan, raised and raised.key
         definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, raised)
-
-        def message(update: PlanUpdate, at: int) -> messages.Update:
-            request, sent, drawn = plan.requests[at], update.calls[at], update.drawn
-            return messages.Update(
-                sent.number, sent.link.updates.acked_below, call[0],
-                call[1] << PART_BITS | request.part, definitions[at].plan,
-                # What was known on another timeline ps tasks have undone.
-                elsewhere.get(request.ps, 0) if timeline == self.outgoing.timeline else 0,
-                request.place,
-                # As ``others_of``.
-                [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, update.rows[at],
-                None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
-            )  # fmt: skip
-
-        if IndexedSlices in map(type, gradients):
-            gradients = self.in_order(gradients)
-        update = self._plan_update(self, plan, gradients, definitions, message, landing=landing)
+        update = self._plan_update(
+            self, plan, gradients, definitions, call,
+            elsewhere=elsewhere, factors=factors, landing=landing,
+        )  # fmt: skip
         with self.work.push:
             answers = await self.outgoing.deliver(update)
-        if landing is not None:
-            for each in answers:
-                if each.steps is not None:
-                    landing.steps += [each.steps]
-            if len(landing.steps) == len(landing.plan.requests):
-                await landing.copied() if landing.kept else landing.settle()
+        if landing is not None and len(landing.steps) == len(landing.plan.requests):
+            await landing.copied() if landing.kept else landing.settle()
         return answers
 
     def _pushes_of(
@@ -561,18 +429,11 @@ class PsClient:
         def said(request: Request) -> dict[str, Any]:
             is_raised = raised is not None and (request.ps, request.part) == (raised.ps, 0)
             return {
-                "optimizer": optimizer,
-                "config": config,
                 "pull": brought(pulled, request.ps),
                 "raised": raised.key if raised is not None and is_raised else None,
             }
 
-        return plan.define(what, said)
-
-    def _slots_of(self, plan: Plan, optimizer: int, slot: str) -> list[messages.DefinePlan]:
-        return plan.defined.get((optimizer, slot)) or plan.define(
-            (optimizer, slot), lambda _: {"optimizer": optimizer, "slot": slot}
-        )
+        return plan.define(what, said, optimizer=optimizer, config=config)
 
     def landing(self, plan: Plan, push: Plan) -> Landing | None:
         """Return room for values that come with a push; None: they lie where nothing is pushed."""
@@ -588,21 +449,18 @@ class PsClient:
         optimizer: int,
         config: dict[str, Any],
         elsewhere: Mapping[int, int],
-    ) -> list[float] | None:
-        """Return what the learning rate is multiplied by for each of a plan's variables.
+    ) -> list[list[float]]:
+        """Return what the learning rate is multiplied by for the shards of each request.
 
-        None if there is nothing to ask for: each variable lies on one ps, which finds the ratio
+        Nothing if there is nothing to ask for: each variable lies on one ps, which finds the ratio
         itself; or there are gradients of rows, which such a rule refuses.
         """
-        if all(len(v.shards) == 1 for v in plan.variables):
-            return None
-        if IndexedSlices in map(type, gradients):
-            return None
+        if all(len(v.shards) == 1 for v in plan.variables) or IndexedSlices in map(type, gradients):
+            return []
 
-        what = optimizer, None, None
-        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, None)
+        definitions = self._pushes_of(plan, (optimizer, None, None), config, None)
         calls = []
-        for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients)):
+        for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients, self.empty)):
             ps = plan.requests[at].ps
             message = messages.MeasurePush(definitions[at].plan, elsewhere.get(ps, 0))
             call = Call(self.links[ps], message, segments, nbytes, definition=definitions[at])
@@ -617,7 +475,8 @@ class PsClient:
                 )
             for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
                 sums[variable].append((of_shard[2], of_shard[3]))
-        return [Lamb.trust_ratio(of_variable) for of_variable in sums]
+        ratios = [Lamb.trust_ratio(of_variable) for of_variable in sums]
+        return [[ratios[variable] for variable, *_ in request.cuts] for request in plan.requests]
 
     async def assign(
         self,
@@ -643,29 +502,12 @@ class PsClient:
 
         Cancellation: As ``push``.
         """
-
-        definitions = plan.defined.get(op) or plan.define(op, lambda _: {"op": op})
+        definitions = plan.define(op, op=op)
         return await self._update(plan, values, definitions, call, lock=lock)
 
-    async def _update(
-        self,
-        plan: Plan,
-        arrays: Sequence[Array],
-        definitions: Sequence[messages.DefinePlan],
-        call: tuple[int, int],
-        *,
-        factors: list[float] | None = None,
-        lock: int = 0,
-    ) -> list[messages.Pushed]:
-        def message(update: PlanUpdate, at: int) -> messages.Update:
-            sent, drawn, part = update.calls[at], update.drawn, plan.requests[at].part
-            return messages.Update(
-                sent.number, sent.link.updates.acked_below, call[0], call[1] << PART_BITS | part,
-                definitions[at].plan, 0, 0, others_of(drawn, at), update.rows[at], factors, lock,
-            )  # fmt: skip
-
-        lane = "control" if lock else ""
-        update = self._plan_update(self, plan, arrays, definitions, message, lane)
+    async def _update(self, *given: Any, **options: Any) -> list[messages.Pushed]:
+        """Deliver what changes variables; arguments as of ``PlanUpdate``."""
+        update = self._plan_update(self, *given, **options)
         with self.work.push:
             return await self.outgoing.deliver(update)
 
@@ -727,20 +569,9 @@ class PsClient:
         def said(request: Request) -> dict[str, Any]:
             return {"follows": [originals[number] for number, _ in request.members]}
 
-        what = ("average", *sorted(originals.items()))
-        definitions = plan.defined.get(what) or plan.define(what, said)
-
-        return await self._update(plan, (), definitions, call, factors=[decay])
-
-    def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
-        """Return the same gradients; those of rows with ascending indices, each once."""
-        ordered: list[Array] = []
-        for gradient in gradients:
-            if isinstance(gradient, IndexedSlices):
-                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
-                gradient = IndexedSlices(values, rows)
-            ordered.append(gradient)
-        return ordered
+        definitions = plan.define(("average", *sorted(originals.items())), said)
+        factors = [[decay]] * len(plan.requests)
+        return await self._update(plan, (), definitions, call, factors=factors)
 
     # Optimizers.
 
@@ -768,9 +599,10 @@ class PsClient:
 
         Cancellation: As ``push``.
         """
-        plan, what = self.plan((variable,)), ("assign", optimizer, slot)
-        said = {"optimizer": optimizer, "config": config, "slot": slot, "op": "assign"}
-        definitions = plan.defined.get(what) or plan.define(what, lambda _: said)
+        plan = self.plan((variable,))
+        definitions = plan.define(
+            ("assign", optimizer, slot), optimizer=optimizer, config=config, slot=slot, op="assign"
+        )
         await self._update(plan, (value,), definitions, (-1, 0))
 
     async def set_optimizer(
@@ -805,11 +637,12 @@ class PsClient:
 
     async def _set_optimizer(self, *fields: Any) -> int:
         """Return how many pushes were applied, marked; again, if ps tasks rolled back meanwhile."""
-        timeline, message = -1, messages.SetOptimizer(*fields)
-        while self.timeline != timeline:
-            timeline = self.timeline
-            calls = [Call(link, message) for link in self.links]
-            answers = await Answers(messages.OptimizerState, "SetOptimizer", calls).send().all()
+        calls = [Call(link, messages.SetOptimizer(*fields)) for link in self.links]
+        answers = (
+            await Answers(messages.OptimizerState, "SetOptimizer", calls, outgoing=self.outgoing)
+            .send()
+            .all()
+        )
         return total_of((answer.base, answer.own, answer.steps) for answer in answers)
 
 
@@ -853,74 +686,33 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
 class _Rows(NamedTuple):
     """Rows of one shard, and where they belong."""
 
-    request: int  # of the plan: its place
-    place: int  # of the shard in the request
-    rows: np.ndarray | range  # local to the shard
+    on_wire: tuple[int, int, int, int, int]  # as a message names them
+    numbers: memoryview | None  # in the shard; None: they are evenly spaced
     target: memoryview
 
-    @property
-    def on_wire(self) -> tuple[int, int, int, int, int]:
-        """As a message names them."""
-        rows = self.rows
-        if isinstance(rows, range):
-            return (self.place, len(rows), rows.start, rows.stop, rows.step)
-        return (self.place, len(rows), 0, 0, 0)
+    @staticmethod
+    def of(place: int, rows: np.ndarray | range, offset: int, target: memoryview) -> _Rows:
+        """Return some rows of a variable, at least one.
 
-
-def _messages_of(wanted: Iterator[_Rows]) -> list[list[_Rows]]:
-    """Return what is asked for in one message each: of one request, and not too much."""
-    all_parts: list[list[_Rows]] = []
-    size = 0
-    for one in wanted:
-        size += len(one.target)
-        parts = all_parts[-1] if all_parts else []
-        is_full = size > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST
-        if not parts or is_full or parts[0].request != one.request:
-            parts, size = [], len(one.target)
-            all_parts.append(parts)
-        parts.append(one)
-    return all_parts
-
-
-def _parts_of(plan: Plan, rows: np.ndarray | range, made: np.ndarray) -> Iterator[_Rows]:
-    """Yield what is wanted of each shard, in parts that one message may carry.
-
-    Args:
-        plan: Of the variable.
-        rows: Each once; of more than one shard: ascending, or evenly spaced.
-        made: Where they belong.
-    """
-    (spec,), target = plan.variables, to_bytes_view(made)
-    row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
-    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
-    for at, request in enumerate(plan.requests):
-        for place, (offset, beyond) in enumerate(request.spans):
-            begin, end = 0, len(rows)
-            if len(spec.shards) > 1:
-                begin, end = _within(rows, offset, beyond)
-            for start in range(begin, end, most):
-                stop = min(start + most, end)
-                part = rows[start:stop]
-                if isinstance(part, range):
-                    first, last = part[0] - offset, part[-1] - offset
-                    # Of one row any number would do for numpy.
-                    step = part.step if first != last else 1
-                    part = range(first, last + step, step)
-                else:
-                    part = part - offset
-                yield _Rows(at, place, part, target[start * row_bytes : stop * row_bytes])
+        Args:
+            place: Of the shard in its request.
+            rows: Their numbers.
+            offset: First row of the shard.
+            target: Where they belong.
+        """
+        if not isinstance(rows, range):
+            return _Rows((place, len(rows), 0, 0, 0), to_bytes_view(rows - offset), target)
+        step = rows.step if len(rows) > 1 else 1  # of one row any number would do for numpy
+        first, last = rows[0] - offset, rows[-1] - offset
+        return _Rows((place, len(rows), first, last + step, step), None, target)
 
 
 def _within(rows: np.ndarray | range, low: int, high: int) -> tuple[int, int]:
     """Return which positions of ``rows`` have numbers from ``low`` to below ``high``."""
-    if not isinstance(rows, range):
-        begin, end = rows.searchsorted((low, high)).tolist()
-        return begin, end
-    if rows.step < 0:
+    if isinstance(rows, range) and rows.step < 0:
         begin, end = _within(rows[::-1], low, high)
         return len(rows) - end, len(rows) - begin
-    begin, end = (-((rows.start - bound) // rows.step) for bound in (low, high))
-    return min(max(begin, 0), len(rows)), min(max(end, 0), len(rows))
+    return bisect.bisect_left(rows, low), bisect.bisect_left(rows, high)
 
 
 # Conditional accumulators. What changes one is an update of its ps, and bears the identities of a
@@ -978,8 +770,9 @@ class AccumulatorClient:
                 return messages.UpdateAccumulator(*numbers, name, *said)
 
             asked = Call(link, segments=segments, nbytes=sum(map(len, segments)), build=build)
-            delivery = Delivery(messages.AccumulatorState, "a gradient", [asked])
-            return self._ps.outgoing.deliver(delivery)
+            outgoing = self._ps.outgoing
+            update = Answers(messages.AccumulatorState, "a gradient", [asked], outgoing=outgoing)
+            return outgoing.deliver(update)
 
         (answer,) = await self._of_defined(place, deliver)
         return answer

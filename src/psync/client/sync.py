@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
 
 from psync.client.counters import Numbers, PulledSteps
-from psync.client.link import Answers, Call, Heard, PsLink, ask
+from psync.client.link import Answers, Call, ask
 from psync.client.plan import (
     BODY_PER_REQUEST,
     MEMBERS_PER_REQUEST,
@@ -48,12 +48,10 @@ from psync.client.plan import (
     Plan,
     Request,
     bodies_of,
-    numbered,
 )
 from psync.client.ps import PsClient, brought
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.numerics.memory import BlockPool
-from psync.numerics.rows import IndexedSlices
 from psync.wire import messages
 from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Frame, flat
 
@@ -68,22 +66,19 @@ class PulledAhead:
     """What one task has been sent ahead. Single owner.
 
     Args:
-        links: To all ps tasks.
-        heard: Counts their calls.
-        now: The time, in seconds: finer than ``GOOD_FOR_S``.
+        ps: All ps tasks.
 
     Attributes:
         is_used: Whether anything was pulled.
         arrivals: How often closures have come in.
     """
 
-    def __init__(self, links: Sequence[PsLink], heard: Heard, now: Callable[[], float]) -> None:
+    def __init__(self, ps: PsClient) -> None:
         self.is_used = False
         self.arrivals = 0
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
-        self._links = links
-        self._heard = heard
-        self._now = now
+        self._links, self._client = ps.links, ps.outgoing
+        self._now = ps.now  # finer than ``GOOD_FOR_S``
         self._pool = BlockPool()
         self._plan: Plan | None = None  # of the first pull after the last push
         self._is_first = True  # whether the next pull is that
@@ -105,7 +100,7 @@ class PulledAhead:
         self._is_first = True
         self._arrivals_then = self.arrivals
         asked = push.first.keys() | {0}
-        self._calls_then = self._heard.calls + 2 * len(asked)  # and the answers
+        self._calls_then = self._client.calls + 2 * len(asked)  # and the answers
         plan = announced or self._plan
         if plan is None or plan.nbytes > SMALL_BODY_BYTES or not plan.first.keys() <= asked:
             return None
@@ -146,7 +141,7 @@ class PulledAhead:
             arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
         """
         self.is_used = True
-        silent = self._calls_then in (-1, self._heard.calls)  # nothing else was asked, or answered
+        silent = self._calls_then in (-1, self._client.calls)  # nothing else was asked, or answered
         fresh = self._in_turn and arrival <= self._arrivals_then and silent
         if self._is_first:  # where they come too late once, they will the next time
             is_in_time = self._in_turn and silent  # a closure may come in sooner the next time
@@ -250,17 +245,23 @@ class SyncClient:
         known = self._groups.get(group) or self._groups.setdefault(group, _Group())
         local_step = known.token  # -1: of before the group's first step
         if pulled is not None:
-            lowest = pulled.lowest(group, known.alone)
-            pulled.forget(group)
+            lowest = pulled.lowest(group, known.alone, push=True)
             local_step = known.token if lowest is None else lowest
-        if IndexedSlices in map(type, gradients):
-            gradients = self._ps.in_order(gradients)
-        requests, bodies = plan.requests, bodies_of(plan, gradients)
+        requests: Sequence[Request] = plan.requests
+        bodies = bodies_of(plan, gradients, self._ps.empty)
         if 0 not in plan.first:
             requests, bodies = [NOTHING, *requests], [((), None, 0), *bodies]
         landing = None if ahead is None else ahead.want(plan, announced)
-        what = "synchronous", group, None if landing is None else landing.plan
-        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config)
+        brings = None if landing is None else landing.plan
+        what = "synchronous", group, brings
+        definitions = plan.defined.get(what) or plan.define(
+            what,
+            lambda request: {
+                "pull": brought(brings, request.ps),
+                "others": None if request.ps else [ps for ps in plan.first if ps],
+            },
+            requests, optimizer=group, config=config, variable_set=plan.digest, spread=plan.spread,
+        )  # fmt: skip
         pushes = known.pushes
         number = pushes.draw()
         # Each replica may contribute several times to a step: then what is lent is a copy.
@@ -275,7 +276,7 @@ class SyncClient:
             link = self._ps.links[request.ps]
             calls += [Call(link, update, segments, nbytes, copied=copied, definition=definition)]
         kind = messages.Pushed | messages.Contributed
-        answers = self._answers(kind, "a push", calls, "the values", True, landing)
+        answers = self._answers(kind, "a push", calls, "the values", landing)
         with self._ps.work.wait:
             try:
                 self._ps.links[0].relied_on[answers] = plan.first.get(0, 0)
@@ -283,12 +284,7 @@ class SyncClient:
                 if landing is not None:
                     for buffer in range(len(landing.plan.buffers)):  # meanwhile
                         asyncio.get_running_loop().call_soon(landing.buffer, buffer)
-                try:
-                    await answers.ended
-                finally:
-                    if answers.missing:
-                        answers.give_up()
-                came = answers.messages()
+                came = await answers.all()
             except BaseException:
                 with contextlib.suppress(PsyncError):
                     await self._let_go(group, number, answers, copied)
@@ -300,8 +296,6 @@ class SyncClient:
             for each in came:
                 if type(each) is messages.Contributed:
                     answer = each
-                if landing is not None and each.steps is not None:
-                    landing.steps += [each.steps]
             if answer is None:
                 raise RemoteProtocolError(
                     f"{self._ps.links[0].task} answered a synchronous push with Pushed, and says "
@@ -315,30 +309,10 @@ class SyncClient:
         if answer.alone:
             known.alone = answer.token
         if ahead is not None:
-            if landing is not None:
-                if len(landing.steps) == len(landing.plan.requests):
-                    landing.settle()
+            if landing is not None and len(landing.steps) == len(landing.plan.requests):
+                landing.settle()
             ahead.put(landing)
         return answer
-
-    def _pushes_of(
-        self, plan: Plan, what: tuple[Any, ...], config: dict[str, Any]
-    ) -> list[messages.DefinePlan]:
-        """Settle what pushes of a group mean that bring these values."""
-        _, group, pulled = what
-        others = [ps for ps in plan.first if ps]
-        requests = plan.requests if 0 in plan.first else [NOTHING, *plan.requests]
-        made = plan.defined[what] = [
-            numbered(
-                messages.DefinePlan(
-                    0, request.members, group, config, pull=brought(pulled, request.ps),
-                    variable_set=plan.digest, others=None if request.ps else others,
-                    spread=plan.spread,
-                )
-            )
-            for request in requests
-        ]  # fmt: skip
-        return made
 
     async def _let_go(self, group: int, push: int, asked: Answers[Any], copied: bool) -> None:
         """Let nobody read any more where the caller has the gradients of a push.

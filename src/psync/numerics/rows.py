@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -385,14 +385,11 @@ class RowBlocks(BlockArray):
         numbers: np.ndarray
         if self._aligned:
             numbers = rows // (self._per_block // self.row_size)
-        else:
+        else:  # a row lies in several, one after the other
             first = rows * self.row_size // self._per_block
-            last = ((rows + 1) * self.row_size - 1) // self._per_block
-            if int((last - first).max()) > 1:  # rows that are larger than blocks
-                spans = map(np.arange, first.tolist(), (last + 1).tolist())
-                numbers = np.concatenate(list(spans))
-            else:
-                numbers = np.stack((first, last), 1).reshape(-1)  # ascending, as the rows are
+            counts = ((rows + 1) * self.row_size - 1) // self._per_block + 1 - first
+            before = counts.cumsum() - counts
+            numbers = np.arange(counts.sum()) + np.repeat(first - before, counts)
         each: np.ndarray = numbers[starts_of(numbers)]
         return each
 
@@ -427,6 +424,8 @@ class RowBlocks(BlockArray):
             out: Shape (number of rows, elements of a row), C-contiguous, of the array's dtype.
             pool: Where blocks go that are not needed any more.
         """
+        for i in [i for i, home in self._away.items() if not home.held()]:
+            self._come_home(i, pool)
         made = out.view(self._table.dtype)
         written = None if self._complete else self._written.take(rows)
         if written is None or written.all():
@@ -437,18 +436,8 @@ class RowBlocks(BlockArray):
             somewhere = rows[written.argmax()]
             self._table.take(np.where(written, rows, somewhere), 0, made, "clip")
             made[~written] = self._raw_fill
-        for i in [i for i, home in self._away.items() if not home.held()]:
-            self._come_home(i, pool)
-            touched = np.flatnonzero(self._in_block(rows, i))
-            made[touched] = self._table[rows[touched]]
-        for i in self._away:
-            touched = np.flatnonzero(self._in_block(rows, i))
-            if self._aligned:
-                made[touched] = self._away_rows(i)[rows[touched] - self._rows_of(i)[0]]
-                continue
-            for position in touched.tolist():
-                there, here = self._common(i, int(rows[position]))
-                made[position, here] = self._away_array(i)[there]
+        for array, there, here in self._lying_away(rows):
+            made[here] = array[there]
 
     def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Write rows, in blocks that are ``free``.
@@ -461,14 +450,9 @@ class RowBlocks(BlockArray):
         self._written[rows] = True
         at_home = np.ones(len(rows), np.bool_)
         for i in self._away:
-            inside = self._in_block(rows, i)
-            at_home &= ~inside
-            if self._aligned:
-                self._away_rows(i)[rows[inside] - self._rows_of(i)[0]] = made[inside]
-                continue
-            for position in np.flatnonzero(inside).tolist():
-                there, here = self._common(i, int(rows[position]))
-                self._away_array(i)[there] = made[position, here]
+            at_home &= ~self._in_block(rows, i)
+        for array, there, here in self._lying_away(rows):
+            array[there] = made[here]
         if at_home.all():
             self._whole_rows(self._table)[rows] = self._whole_rows(made)
             return
@@ -483,6 +467,22 @@ class RowBlocks(BlockArray):
                     start = self.bounds(i)[0]
                     whole = self._table.reshape(-1)
                     whole[start + there.start : start + there.stop] = made[position, here]
+
+    def _lying_away(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Any, Any]]:
+        """Yield (block that lies away, index of what it has of some rows, index of it in these)."""
+        for i in self._away:
+            block = self._blocks[i]
+            assert block is not None, "only a block that was seen can be away"
+            array, touched = (
+                block.array.view(self._table.dtype),
+                self._in_block(rows, i).nonzero()[0],
+            )
+            if self._aligned:
+                yield array.reshape(-1, self.row_size), rows[touched] - self._rows_of(i)[0], touched
+                continue
+            for position in touched.tolist():
+                there, here = self._common(i, int(rows[position]))
+                yield array, there, (position, here)
 
     def _whole_rows(self, array: np.ndarray) -> np.ndarray:
         """Return an array of rows with each row as one element, which numpy writes faster."""
@@ -503,18 +503,10 @@ class RowBlocks(BlockArray):
         self._blocks[i] = None
         self.seen.discard(i)
 
-    def _away_array(self, i: int) -> np.ndarray:
-        block = self._blocks[i]
-        assert block is not None, "only a block that was seen can be away"
-        return block.array.view(self._table.dtype)
-
     @property
     def _aligned(self) -> bool:
         """Whether no row lies in two blocks."""
         return not self._per_block % self.row_size
-
-    def _away_rows(self, i: int) -> np.ndarray:
-        return self._away_array(i).reshape(-1, self.row_size)
 
     def _rows_of(self, i: int) -> tuple[int, int]:
         """Return the first row of which a part is in block ``i``, and the one after the last."""

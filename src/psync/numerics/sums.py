@@ -59,18 +59,20 @@ def cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 @functools.cache  # dtype.name costs microseconds
-def sum_dtype(dtype: np.dtype) -> np.dtype:
+def sum_dtype(
+    dtype: np.dtype, what: str = "gradients can be summed", hint: str | None = None
+) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed.
 
     Raises:
-        ValueMismatchError: ``dtype`` is not a floating one.
+        ValueMismatchError: ``dtype`` is not a floating one, and only floating-point ``what``.
     """
     name = dtype.name
     if name in ("float16", "bfloat16"):  # by name: bfloat16 is numpy's only with ml_dtypes
         return np.dtype(np.float32)
     if name in ("float32", "float64"):
         return np.dtype(name)
-    raise ValueMismatchError(f"only floating-point gradients can be summed, got {name}")
+    raise ValueMismatchError(f"only floating-point {what}, got {name}", hint=hint)
 
 
 @np.errstate(all="ignore")
@@ -261,12 +263,8 @@ class SparseSum:
         self, ordered: np.ndarray, order: np.ndarray, values: np.ndarray, count: int
     ) -> Pieces[np.ndarray]:
         """Return rows in ascending order; those that come more than once are summed."""
-        # Adding to -0.0 changes nothing, not even the sign of a zero.
-        merged = np.empty((count, *self.shape), self._rows.dtype)
+        merged = yield from self._zeros(count)
         position = np.cumsum(firsts(ordered)) - 1
-        for part in cuts(count, self._row_cost):
-            merged[part] = -0.0
-            yield
         for part in cuts(order.size, self._row_cost):
             rows = values[order[part]].astype(merged.dtype, copy=False)
             if count == order.size:
@@ -279,18 +277,20 @@ class SparseSum:
 
     def _spread(self, union: np.ndarray) -> Pieces[tuple[np.ndarray, np.ndarray]]:
         """Return rows and weights for more indices than there are; the new ones are zeros."""
-        rows = np.empty((union.size, *self.shape), self._rows.dtype)
-        weights = np.empty(union.size)
-        before = 0  # rows that are in their new place
-        for part in cuts(union.size, self._row_cost):
-            rows[part], weights[part] = -0.0, 0.0
-            after = int(np.searchsorted(self.indices, union[part][-1], side="right"))
-            at = np.searchsorted(union[part], self.indices[before:after])
-            rows[part][at] = self._rows[before:after]
-            weights[part][at] = self._weights[before:after]
-            before = after
+        rows, weights = (yield from self._zeros(union.size)), np.zeros(union.size)
+        for part in cuts(self.indices.size, self._row_cost):
+            at = np.searchsorted(union, self.indices[part])
+            rows[at], weights[at] = self._rows[part], self._weights[part]
             yield
         return rows, weights
+
+    def _zeros(self, count: int) -> Pieces[np.ndarray]:
+        """Return rows of -0.0: adding to it changes nothing, not even the sign of a zero."""
+        rows = np.empty((count, *self.shape), self._rows.dtype)
+        for part in cuts(count, self._row_cost):
+            rows[part] = -0.0
+            yield
+        return rows
 
     def making(self, reduction: Reduction, *, per_index: bool = False) -> Pieces[np.ndarray]:
         """Return the sums, or means, of the rows ``indices``: a new array.

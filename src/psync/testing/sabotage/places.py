@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.backups.primary import BackupSender
 from psync.checkpoints.files import Writer
-from psync.client.ps import Delivery, Outgoing, PlanUpdate
+from psync.client.link import Answers, Outgoing
+from psync.client.ps import PlanUpdate
 from psync.client.sync import PartAnswers, SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
@@ -47,7 +48,7 @@ def _is_no_push(_: PsUpdates, update: PsUpdate, *__: Any) -> bool:
     return not update.is_push
 
 
-def _is_update(_: Outgoing, update: Delivery[Any]) -> bool:
+def _is_update(_: Outgoing, update: Answers[Any]) -> bool:
     return isinstance(update, PlanUpdate)  # of variables
 
 
@@ -56,9 +57,8 @@ def _came(_: PsUpdates, request: Request[Any]) -> bool:
 
 
 def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:
-    return (
-        coordinator.workers.current(request.peer) is not None
-    )  # not one of a worker that was given up
+    # Not one of a worker that was given up.
+    return coordinator.workers.current(request.peer) is not None
 
 
 BEGIN, END = False, True

@@ -20,7 +20,7 @@ from psync import partitioners
 from psync.backups import host, primary
 from psync.chief import consistent_cut, declarations, gangs, recovery
 from psync.client import plan
-from psync.client.ps import Outgoing
+from psync.client.link import Outgoing
 from psync.closures import dispatcher
 from psync.coordinator import FinalClosures
 from psync.net.connection import OwnRequest, Request
