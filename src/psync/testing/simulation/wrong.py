@@ -552,9 +552,9 @@ def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
 
 def reserves_for_all(original: Callable[..., Any]) -> Any:
     def close(self: Group, **how: Any) -> Any:
-        others, self._others = self._others, ANY
+        others, self.others = self._others, ANY
         made = original(self, **how)
-        self._others = others
+        self.others = others
         return made
 
     return close
