@@ -101,8 +101,7 @@ def _set_up(context: ssl.SSLContext, ca: str) -> None:
 
 def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     """Let a task show its certificate; return the certificate's hash."""
-    with _usable(KEY_FILE, key):
-        read_private(key, f"{KEY_FILE} ({key})")
+    read_private(key, f"{KEY_FILE} ({key})", HOW_TO_MAKE_THEM)
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     with _usable(CERT_FILE, cert), open(cert, encoding="ascii") as file:
         pem = file.read()
@@ -134,8 +133,6 @@ def _usable(variable: str, path: str) -> Iterator[None]:
     """Return a context in which a file that cannot be used is an error that names it."""
     try:
         yield
-    except ConfigurationError:
-        raise
     except (OSError, ValueError) as exc:
         if isinstance(exc, ssl.SSLError):
             why = f"expected certificates as PEM ({words_of(exc)})"

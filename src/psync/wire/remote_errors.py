@@ -9,7 +9,7 @@ from __future__ import annotations
 from traceback import format_exception
 
 from psync import errors
-from psync.errors import PsyncError, RemoteError, TaskLost
+from psync.errors import PsyncError, RemoteError, TaskLost, text_of
 from psync.wire.messages import Failure
 
 MAX_TEXT_CHARS = 60_000
@@ -20,12 +20,8 @@ def failure_of(exc: BaseException) -> Failure:
     """Return what a peer is told of ``exc``."""
     name = type(exc).__name__
     if not isinstance(exc, PsyncError) or getattr(errors, name, None) is not type(exc):
-        try:
-            text = str(exc)
-        except Exception:
-            text = "its text cannot be had"
         trace = "".join(format_exception(exc))[-MAX_TEXT_CHARS:]
-        return Failure("", name, "", _clip(text), None, _clip(trace))
+        return Failure("", name, "", _clip(text_of(exc)), None, _clip(trace))
     task = exc.task if isinstance(exc, TaskLost | RemoteError) else ""
     hint = None if exc.hint is None else _clip(exc.hint)
     trace = ""
