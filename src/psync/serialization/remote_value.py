@@ -216,26 +216,21 @@ def _refusal(used: str) -> Any:
     return refuse
 
 
-_BINARY = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%",
-    "divmod": "divmod", "pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^",
-    "lshift": "<<", "rshift": ">>",
+_REFUSED = {
+    "operator +": "add radd iadd pos", "operator -": "sub rsub isub neg",
+    "operator *": "mul rmul imul", "operator /": "truediv rtruediv itruediv",
+    "operator //": "floordiv rfloordiv ifloordiv", "operator %": "mod rmod imod",
+    "operator divmod": "divmod rdivmod", "operator **": "pow rpow ipow",
+    "operator @": "matmul rmatmul imatmul", "operator &": "and rand iand",
+    "operator |": "or ror ior", "operator ^": "xor rxor ixor", "operator ~": "invert",
+    "operator <<": "lshift rlshift ilshift", "operator >>": "rshift rrshift irshift",
+    "operator <": "lt", "operator <=": "le", "operator >": "gt", "operator >=": "ge",
+    "operator abs": "abs", "operator round": "round", "truth": "bool", "int()": "int",
+    "float()": "float", "complex()": "complex", "iteration": "iter", "`in`": "contains",
 }  # fmt: skip
-_OTHERS = {
-    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "pos": "+", "invert": "~",
-    "abs": "abs", "round": "round",
-}  # fmt: skip
-_CONVERSIONS = {
-    "bool": "truth", "int": "int()", "float": "float()", "complex": "complex()",
-    "iter": "iteration", "contains": "`in`",
-}  # fmt: skip
-for _name, _sign in _BINARY.items():
-    for _prefix in ("", "r", "i"):
-        setattr(AwaitFirst, f"__{_prefix}{_name}__", _refusal(f"operator {_sign}"))
-for _name, _sign in _OTHERS.items():
-    setattr(AwaitFirst, f"__{_name}__", _refusal(f"operator {_sign}"))
-for _name, _used in _CONVERSIONS.items():
-    setattr(AwaitFirst, f"__{_name}__", _refusal(_used))
+for _used, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(AwaitFirst, f"__{_name}__", _refusal(_used))
 
 
 async def fetch_all(structure: Any) -> Any:
