@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import hashlib
 import os
+import re
 import socket
 import ssl
 import tempfile
@@ -30,6 +31,8 @@ from psync.net.secret import read_private
 CA_FILE, CERT_FILE, KEY_FILE = "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE", "PSYNC_TLS_KEY_FILE"
 MUTUAL = "PSYNC_TLS_MUTUAL"
 TLS_VARIABLES = (CA_FILE, CERT_FILE, KEY_FILE, MUTUAL)
+
+_FIRST_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.S)
 
 HOW_TO_MAKE_THEM = "make certificates: psync certs new"
 
@@ -102,14 +105,11 @@ def _set_up(context: ssl.SSLContext, ca: str) -> None:
 def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     """Let a task show its certificate; return the certificate's hash."""
     read_private(key, f"{KEY_FILE} ({key})", HOW_TO_MAKE_THEM)
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    with _usable(CERT_FILE, cert), open(cert, encoding="ascii") as file:
-        pem = file.read()
-        start = pem.find(begin)
-        stop = pem.find(end, start)
-        if start < 0 or stop < 0:
+    with _usable(CERT_FILE, cert):
+        first = _FIRST_CERTIFICATE.search(Path(cert).read_text("ascii"))
+        if first is None:
             raise ValueError("expected a certificate as PEM")
-        own = ssl.PEM_cert_to_DER_cert(pem[start : stop + len(end)])
+        own = ssl.PEM_cert_to_DER_cert(first[0])
     try:
         for context in contexts:
             context.load_cert_chain(cert, key, password=_no_password)

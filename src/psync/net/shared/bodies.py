@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -419,7 +418,6 @@ class Waker:
         self._then = then
         self._within_s = within_s
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self._is_due = False
         self._context = contextvars.copy_context()
 
@@ -429,10 +427,7 @@ class Waker:
             return
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            if threading.get_ident() == self._thread:
-                self._wait()
-            else:
-                self._loop.call_soon_threadsafe(self._wait)
+            self._loop.call_soon_threadsafe(self._wait)
 
     def _wait(self) -> None:
         self._loop.call_later(self._within_s, self._run, context=self._context)
