@@ -1,8 +1,8 @@
 """Traces: what tasks did in a stretch of a run.
 
-A ``SpanRecorder`` keeps the recent activity of one task in a ring: messages, the worker's steps,
-counters. A coordinator's ``SpanCollector`` asks all tasks. A ``Trace`` covers one stretch of a
-run; ``net.trace_file`` turns the answers of the tasks into a file of Chrome's Trace Event format.
+A ``SpanRecorder`` keeps the recent activity of one task for each reader: messages, the worker's
+steps, counters. A coordinator's ``SpanCollector`` asks all tasks. A ``Trace`` covers one stretch of
+a run; ``net.trace_file`` turns the answers of the tasks into a file of Chrome's Trace Event format.
 
 Recording starts with the first request (``AskSpans``). It ends when the last reader says so, or
 does not return within ``LEASE_S``. While nothing is recorded, each message costs one look at an
@@ -78,7 +78,7 @@ class _Reader:
 
 @dataclass(eq=False, repr=False)
 class SpanRecorder:
-    """The ring of one task.
+    """Records what one task does, for each reader until it asks.
 
     Args:
         platform: Has the clock, which need not agree with those of other tasks.
@@ -220,7 +220,7 @@ class SpanRecorder:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SpanCollector(SpanRecorder):
-    """The ring of a coordinator's own task, which asks the other tasks as well.
+    """Records what a coordinator's own task does, and asks the other tasks as well.
 
     Args:
         peers: Returns a connection to each of the others.
