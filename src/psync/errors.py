@@ -91,14 +91,6 @@ class UsageError(PsyncError):
     """The caller misused the API, so the program must change. Never retried."""
 
 
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception of user code. Never raises."""
-    try:
-        return str(error)
-    except Exception:
-        return "its text cannot be had"
-
-
 def other_loop(operation: str) -> UsageError:
     """Return the error for an await on an event loop that would never see the result."""
     return UsageError(

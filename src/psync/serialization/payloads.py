@@ -47,7 +47,6 @@ from psync.errors import (
     TaskLost,
     TransportError,
 )
-from psync.errors import text_of as text_of
 from psync.net.platform import PerProcess
 from psync.serialization.captures import (
     ATOMS,
@@ -58,6 +57,7 @@ from psync.serialization.captures import (
     type_name,
 )
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.remote_errors import text_of as text_of
 
 Segment = bytes | bytearray | memoryview
 """What holds bytes: the pickle itself, or the memory of one array."""

@@ -23,7 +23,6 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
     ValueMismatchError,
-    text_of,
 )
 from psync.numerics.memory import (
     ABOVE_BYTES,
@@ -485,8 +484,11 @@ class ShardTable:
 
 def rule_error(task: str, what: str, cause: BaseException) -> RuleError:
     """Return what is told of an error that code of a user's has raised on a ps."""
-    trace = "".join(format_exception(cause))
-    return RuleError(task, what, type(cause).__name__, text_of(cause), trace)
+    try:
+        text = str(cause)
+    except Exception:
+        text = "its text cannot be had"
+    return RuleError(task, what, type(cause).__name__, text, "".join(format_exception(cause)))
 
 
 def described(spec: ShardSpec) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from traceback import format_exception
 
 from psync import errors
-from psync.errors import PsyncError, RemoteError, TaskLost, text_of
+from psync.errors import PsyncError, RemoteError, TaskLost
 from psync.wire.messages import Failure
 
 MAX_TEXT_CHARS = 60_000
@@ -43,6 +43,14 @@ def exception_of(failure: Failure, task: str) -> PsyncError:
     if isinstance(error, RemoteError):
         error.type_name, error.traceback_text = failure.type_name, failure.traceback
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception of user code. Never raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be had"
 
 
 def _clip(text: str) -> str:
