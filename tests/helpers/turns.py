@@ -53,6 +53,8 @@ class Turns:
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Call:
         return self.call_at(self._now, callback, *args, context=context)
 
+    call_soon_threadsafe = call_soon
+
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Call:
         return self.call_at(self._now + delay, callback, *args, context=context)
 

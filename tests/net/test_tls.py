@@ -503,7 +503,8 @@ def test_mutual_tls_is_said_with_0_and_1(environ: dict[str, str]) -> None:
 def test_a_file_that_is_not_there_is_named(name: str, environ: dict[str, str]) -> None:
     missing = environ[name] + ".gone"
     error = refused({**environ, name: missing})
-    assert error.message == f"{name} ({missing}): cannot be used: No such file or directory"
+    what = "read" if name == KEY else "used"
+    assert error.message == f"{name} ({missing}): cannot be {what}: No such file or directory"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602])

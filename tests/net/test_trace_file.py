@@ -60,8 +60,8 @@ def test_a_request_has_its_two_halves_across_readings() -> None:
     assert [log.task for log in logs] == [WORKER, PS]
     ((at, sent, other, served),) = pairs_of(logs)
     assert (at, other) == (0, 1)
-    assert (sent.begin, sent.end, sent.request_bytes, sent.answer_bytes) == (101.0, 103.0, 7, 0)
-    assert (served.begin, served.end, served.request_bytes, served.answer_bytes) == (1.5, 2.0, 7, 0)
+    assert (sent.begin, sent.end, sent.nbytes) == (101.0, 103.0, {True: 7, False: 0})
+    assert (served.begin, served.end, served.nbytes) == (1.5, 2.0, {True: 0, False: 7})
     assert sent.message == ASK
     assert sent.answer == served.answer == TOLD
     assert (logs[0].begin, logs[0].end) == (100.0, 104.0)
@@ -153,7 +153,7 @@ def test_clocks_are_found_within_what_is_said() -> None:
     bounds = exchanges(ahead, [(0, 1), (0, 2), (0, 3), (3, 1), (3, 2)])
     found, within = align(4, bounds)
     for task in range(4):
-        assert abs(found[task] - ahead[task]) <= within[task] < 1e-3
+        assert abs(found[task] - ahead[task]) <= within < 1e-3
     for one, other, seconds in bounds:  # so no message arrives before it has left
         assert found[other] - found[one] <= seconds + 1e-12
 
@@ -163,17 +163,6 @@ def test_a_clock_is_found_through_others() -> None:
     assert found == pytest.approx([0, 7, -9], abs=1e-3)
 
 
-def test_of_what_has_said_nothing_nothing_is_known() -> None:
-    found, within = align(3, exchanges([0.0, 5.0, 0.0], [(0, 1)]))
-    assert found[2] == 0
-    assert math.isinf(within[2])
-
-
-def test_with_bounds_of_one_side_only_a_clock_is_at_its_bound() -> None:
-    assert align(2, [(0, 1, 3.0)])[0][1] == 3
-    assert align(2, [(1, 0, 3.0)])[0][1] == -3
-
-
 def test_clocks_that_drift_are_aligned_all_the_same() -> None:
     found, _ = align(2, [(0, 1, 5.0), (1, 0, -5.0002)])  # at most 5 s ahead, and at least 5.0002
     assert found[1] == pytest.approx(5.0001, abs=1e-4)
@@ -181,7 +170,7 @@ def test_clocks_that_drift_are_aligned_all_the_same() -> None:
 
 def test_what_is_no_clock_is_left_alone() -> None:
     found, within = align(2, [(0, 1, -10 * MAX_SLACK_S), (1, 0, -10 * MAX_SLACK_S)])
-    assert (found[1], within[1]) == (0, math.inf)
+    assert (found[1], within) == (0, math.inf)
 
 
 COMPUTE, PULL = 0, 1
@@ -240,17 +229,18 @@ def test_what_goes_on_across_the_ends_of_steps_is_cut_there() -> None:
     ]
 
 
-def test_a_closure_that_did_not_end_is_named_after_others_of_its_function() -> None:
+def test_closures_that_did_not_end_are_named_by_the_coordinator() -> None:
     chief, worker = ByHand(CHIEF), ByHand(WORKER)
     closures = [(7, b"k", 0, []), (8, b"k", 0, []), (9, b"other", 0, [])]
     chief.frame(1.0, WORKER, Kind.NOTIFY, 0, RunClosures(closures), sent=True)
+    chief.facts = {"running": [(8, "train_step")]}
     worker.note(2.0, "began", 7)
     worker.note(3.0, "ended", 7, "train_step", "ok")
     worker.note(3.0, "began", 8)
     in_flight, steps = drawn(chief, worker)
     assert [each[1] for each in steps] == ["train_step", "train_step"]
     assert in_flight == [
-        ("in flight on worker-0", "closures", 1.0, 10.0,
+        ("in flight on worker-0", "closures x3", 1.0, 10.0,
          {"closures": "7-9", "end": "not in this trace"}),
     ]  # fmt: skip
 

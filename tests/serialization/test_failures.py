@@ -172,7 +172,7 @@ def test_an_exception_without_a_usable_text_is_described_all_the_same() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    assert describe_exception(raised(Mute())).texts[1] == "<its text cannot be shown: ValueError>"
+    assert describe_exception(raised(Mute())).texts[1] == "its text cannot be had"
 
 
 def test_texts_are_cut_in_the_middle() -> None:

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import hashlib
 import os
+import re
 import socket
 import ssl
 import tempfile
@@ -30,6 +31,8 @@ from psync.net.secret import read_private
 CA_FILE, CERT_FILE, KEY_FILE = "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE", "PSYNC_TLS_KEY_FILE"
 MUTUAL = "PSYNC_TLS_MUTUAL"
 TLS_VARIABLES = (CA_FILE, CERT_FILE, KEY_FILE, MUTUAL)
+
+_FIRST_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.S)
 
 HOW_TO_MAKE_THEM = "make certificates: psync certs new"
 
@@ -101,16 +104,12 @@ def _set_up(context: ssl.SSLContext, ca: str) -> None:
 
 def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     """Let a task show its certificate; return the certificate's hash."""
-    with _usable(KEY_FILE, key):
-        read_private(key, f"{KEY_FILE} ({key})")
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    with _usable(CERT_FILE, cert), open(cert, encoding="ascii") as file:
-        pem = file.read()
-        start = pem.find(begin)
-        stop = pem.find(end, start)
-        if start < 0 or stop < 0:
+    read_private(key, f"{KEY_FILE} ({key})", HOW_TO_MAKE_THEM)
+    with _usable(CERT_FILE, cert):
+        first = _FIRST_CERTIFICATE.search(Path(cert).read_text("ascii"))
+        if first is None:
             raise ValueError("expected a certificate as PEM")
-        own = ssl.PEM_cert_to_DER_cert(pem[start : stop + len(end)])
+        own = ssl.PEM_cert_to_DER_cert(first[0])
     try:
         for context in contexts:
             context.load_cert_chain(cert, key, password=_no_password)
@@ -134,8 +133,6 @@ def _usable(variable: str, path: str) -> Iterator[None]:
     """Return a context in which a file that cannot be used is an error that names it."""
     try:
         yield
-    except ConfigurationError:
-        raise
     except (OSError, ValueError) as exc:
         if isinstance(exc, ssl.SSLError):
             why = f"expected certificates as PEM ({words_of(exc)})"

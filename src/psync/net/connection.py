@@ -786,9 +786,9 @@ class Connection(asyncio.BufferedProtocol):
         self._flush_due, small = False, self._small
         if self.sharing is not None and self.sharing.has_to_say:
             # First: the peer may need the memory for what comes after them.
-            returns, gone = self.sharing.due()
-            said = [_bare(_RETURN, number) for number in returns]
-            small = [*said, *[_bare(_FORGET, number) for number in gone], *small]
+            due = self.sharing.due()
+            said = [PREFIX.pack(MAGIC, VERSION, kind, 0, number, 0, 0, 0) for kind, number in due]
+            small = [*said, *small]
         if small:
             self._small, self._small_bytes = [], 0
             if not self._closing and not self._transport.is_closing():
@@ -979,11 +979,6 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()
-
-
-def _bare(kind: int, number: int) -> bytes:
-    """Return a frame that has nothing but a number."""
-    return PREFIX.pack(MAGIC, VERSION, kind, 0, number, 0, 0, 0)
 
 
 def _tell(then: Then, outcome: Frame | Exception) -> None:

@@ -47,6 +47,9 @@ the DNS some seconds after the pod has begun, and that it was not there stays in
 _PROVED = ("fenced", "early")
 """Why peers are refused that hold the secret."""
 
+_LEVELS = {"fenced": logging.DEBUG, "early": logging.DEBUG, "full": logging.INFO}
+"""Of what is logged of a refusal, by its reason; else it is a warning."""
+
 CLOSE_TIMEOUT_S = 1.0
 """A peer that has not taken by then what we had to say to it will not get it."""
 
@@ -360,8 +363,7 @@ class Endpoint:
         if refused is not None:
             # Whoever finds no room tries again, and says so himself when it takes too long. A task
             # that is fenced has begun anew, or is told by the error that it gets.
-            level = logging.DEBUG if refused.reason in _PROVED else logging.WARNING
-            level = logging.INFO if refused.reason == "full" else level
+            level = _LEVELS.get(refused.reason, logging.WARNING)
             log = logger.log if refused.reason in _PROVED else self._log_stranger
             log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:

@@ -59,13 +59,10 @@ def source_of(peername: object) -> str | None:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is None:
-            if ip.is_loopback:
-                return None
-            return str(ipaddress.ip_network((ip, IPV6_PREFIX), strict=False))
-        ip = ip.ipv4_mapped
-    return None if ip.is_loopback else str(ip)
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_loopback:
+        return None
+    return str(ipaddress.ip_network((ip, IPV6_PREFIX), strict=False) if ip.version == 6 else ip)
 
 
 class Place(NamedTuple):

@@ -83,30 +83,28 @@ def load_secret(environ: Mapping[str, str]) -> Secret | None:
     if path is None:
         return None
     source = f"PSYNC_SECRET_FILE ({path})"
-    try:
-        return Secret(read_private(path, source).strip(), source=source)
-    except (OSError, ValueError) as exc:
-        if isinstance(exc, ConfigurationError):
-            raise
-        raise ConfigurationError(
-            f"{source}: cannot be read: {getattr(exc, 'strerror', None) or exc}"
-        ) from exc
+    return Secret(read_private(path, source).strip(), source=source)
 
 
-def read_private(path: str, source: str) -> bytes:
+def read_private(path: str, source: str, hint: str | None = None) -> bytes:
     """Return what a file holds that nobody but its owner can read or change.
 
     Args:
         path: Of the file.
         source: What to call it in an error.
+        hint: What to do where it cannot be read.
 
     Raises:
-        ConfigurationError: If it is no file, or others can read or change it.
-        OSError, ValueError: If it cannot be read.
+        ConfigurationError: If it cannot be read or is no file, or others can read or change it.
     """
     # A pipe would wait for somebody to write into it. The checks are of the file that is open, not
     # of a name that may change hands meanwhile.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or exc
+        raise ConfigurationError(f"{source}: cannot be read: {why}", hint=hint) from exc
+    with file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ConfigurationError(f"{source}: expected a file")

@@ -245,9 +245,8 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
             self._loop.call_soon(self._read)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Say at how many unsent bytes the protocol above is told to pause, and to go on."""
+        """Say at how many unsent bytes the protocol above is told to pause; a quarter: to go on."""
         self._high = 64 << 10 if high is None else high
-        self._low = self._high // 4 if low is None else low
 
     def get_write_buffer_size(self) -> int:
         """Return the number of bytes that have not been sent."""
@@ -388,7 +387,7 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         if not self._above_paused and unsent > self._high:
             self._above_paused = True
             self.above.pause_writing()
-        elif self._above_paused and unsent <= self._low:
+        elif self._above_paused and unsent <= self._high // 4:
             self._above_paused = False
             self.above.resume_writing()
 

@@ -1,8 +1,8 @@
 """Traces: what tasks did in a stretch of a run.
 
-A ``SpanRecorder`` keeps the recent activity of one task in a ring: messages, the worker's steps,
-counters. A coordinator's ``SpanCollector`` asks all tasks. A ``Trace`` covers one stretch of a
-run; ``net.trace_file`` turns the answers of the tasks into a file of Chrome's Trace Event format.
+A ``SpanRecorder`` keeps the recent activity of one task for each reader: messages, the worker's
+steps, counters. A coordinator's ``SpanCollector`` asks all tasks. A ``Trace`` covers one stretch of
+a run; ``net.trace_file`` turns the answers of the tasks into a file of Chrome's Trace Event format.
 
 Recording starts with the first request (``AskSpans``). It ends when the last reader says so, or
 does not return within ``LEASE_S``. While nothing is recorded, each message costs one look at an
@@ -40,7 +40,8 @@ from psync.net.trace_file import Reading, Summary, write_trace
 from psync.wire.messages import AskSpans, Statistics
 
 RING_BYTES = 8 << 20
-"""About 130,000 messages: enough for 500,000 a second at four requests a second."""
+"""Kept for one reader: about 130,000 messages, enough for 500,000 a second at four requests a
+second."""
 
 TICK_S = 0.02
 """Between two samples of the counters, and two packings of new entries into the ring."""
@@ -64,10 +65,11 @@ Watched = Callable[["SpanRecorder | None"], None]
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    next: int  # number of the entry that it gets next
+    ticks_left: int = 0  # until it is forgotten
     connections: int = 0  # how many it knows
-    ticks_left: int = int(LEASE_S / TICK_S)  # until it is forgotten
     is_new: bool = True
+    chunks: deque[tuple[int, bytes]] = field(default_factory=deque)  # number of entries, entries
+    lost: int = 0  # entries that were dropped before it asked
     # Of one that reads all tasks.
     asked: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)  # not answered yet
     turns: dict[Connection, None] = field(default_factory=dict)  # asked before, the latest last
@@ -76,7 +78,7 @@ class _Reader:
 
 @dataclass(eq=False, repr=False)
 class SpanRecorder:
-    """The ring of one task.
+    """Records what one task does, for each reader until it asks.
 
     Args:
         platform: Has the clock, which need not agree with those of other tasks.
@@ -97,9 +99,6 @@ class SpanRecorder:
         self.now = self.platform.now
         self._origin = ""  # tells this process's clock from that of its successor; once it records
         self._fresh: list[tuple[Any, ...]] = []  # entries that are not packed yet
-        self._chunks: deque[tuple[int, bytes]] = deque()  # number of the first entry, entries
-        self._count = 0  # of all entries that were ever packed
-        self._bytes = 0  # of all chunks
         self._readers: dict[str, _Reader] = {}
         self._watched: list[Watched] = []
         self._numbers = itertools.count()  # of connections
@@ -152,18 +151,16 @@ class SpanRecorder:
             last: Whether this is its last reading.
         """
         reader = self._reader(name)
-        oldest = self._chunks[0][0] if self._chunks else self._count
         reading = {
             "origin": self._origin,
             "at": self.now(),
-            "lost": max(0, oldest - reader.next),
-            "chunks": [body for first, body in self._chunks if first >= reader.next],
+            "lost": reader.lost,
+            "chunks": [body for _, body in reader.chunks],
             "connections": list(self._connections.items())[reader.connections :],
             "facts": self.facts() if reader.is_new or last else {},
         }
-        reader.is_new = False
-        reader.next = self._count
-        reader.connections = len(self._connections)
+        reader.is_new, reader.lost, reader.connections = False, 0, len(self._connections)
+        reader.chunks.clear()
         if last:
             self._leave(name)
         return msgpack.encode(reading)
@@ -176,7 +173,7 @@ class SpanRecorder:
     def _reader(self, name: str) -> _Reader:
         """Return a reader, which is known from now on; with the first one recording starts."""
         self._pack()
-        reader = self._readers.setdefault(name, _Reader(self._count))
+        reader = self._readers.setdefault(name, _Reader())
         reader.ticks_left = int(LEASE_S / TICK_S)
         if self._ticking is None:
             self._origin = self._origin or random_hex(4)
@@ -196,8 +193,6 @@ class SpanRecorder:
             self._ticking.cancel()
             self._ticking = None
         self._fresh.clear()
-        self._chunks.clear()
-        self._bytes = 0
         self._connections.clear()
 
     def _tick(self) -> None:
@@ -212,21 +207,20 @@ class SpanRecorder:
             self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _pack(self) -> None:
-        """Move new entries into the ring, and drop the oldest ones if it is full."""
+        """Keep new entries for each reader, and drop the oldest ones of those who are too slow."""
         if not self._fresh:
             return
-        body = msgpack.encode(self._fresh)
-        self._chunks.append((self._count, body))
-        self._count += len(self._fresh)
+        chunk = len(self._fresh), msgpack.encode(self._fresh)
         self._fresh.clear()
-        self._bytes += len(body)
-        while self._bytes > RING_BYTES:
-            self._bytes -= len(self._chunks.popleft()[1])
+        for reader in self._readers.values():
+            reader.chunks.append(chunk)
+            while sum(len(body) for _, body in reader.chunks) > RING_BYTES:
+                reader.lost += reader.chunks.popleft()[0]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SpanCollector(SpanRecorder):
-    """The ring of a coordinator's own task, which asks the other tasks as well.
+    """Records what a coordinator's own task does, and asks the other tasks as well.
 
     Args:
         peers: Returns a connection to each of the others.

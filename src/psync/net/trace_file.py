@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
@@ -32,10 +32,23 @@ KINDS = ("compute", "pull", "push", "wait")  # as ``client.counters``
 SHOWN_NAMES = 4
 """Of the variables of a request; the others are counted."""
 
-_TOLD = ("closure", "local_step", "step", "op", "outcome", "staleness", "token", "partial", "group")
+_SHOWN = (
+    "closure",
+    "local_step",
+    "step",
+    "op",
+    "outcome",
+    "staleness",
+    "token",
+    "partial",
+    "group",
+)
 """Fields of messages that are worth showing."""
 
 _JOBS = ("chief", "ps", "worker")
+
+_OPEN = {"end": "not in this trace"}
+"""Said of what has not ended when its log ends."""
 
 Link = tuple[str, int, str, int, str]
 """A connection as both ends know it: client and its incarnation, server and its, lane."""
@@ -63,11 +76,11 @@ class Half:
     is_client: bool
     message: Message
     begin: float  # it was sent, or had come
-    request_bytes: int  # of its body
-    answer_bytes: int = 0
+    nbytes: dict[bool, int]  # of the bodies that this task sent (True), and got
     end: float = math.nan  # its answer had come, or was sent; NaN: neither
     answer: Message | None = None
     outcome: str = ""  # "error", "given up", or "" else
+    arrow: int = -1  # number of the arrow from it, or to it; -1: nobody knows its other half
 
     @property
     def is_over(self) -> bool:
@@ -129,7 +142,8 @@ class TaskLog:
         if kind == Kind.REQUEST and message is not None:
             ends = (own, own_incarnation), (peer, peer_incarnation)
             client, server = ends if is_sent else ends[::-1]
-            half = Half((*client, *server, lane), request, is_sent, message, at, nbytes)
+            link = *client, *server, lane
+            half = Half(link, request, is_sent, message, at, {is_sent: nbytes})
             self._open[number, request, is_sent] = half
             self.halves.append(half)
         elif kind == Kind.NOTIFY and message is not None:
@@ -139,7 +153,7 @@ class TaskLog:
                 known.end, known.outcome = at, "given up"
         elif kind in (Kind.REPLY, Kind.ERROR):
             if (known := self._open.pop((number, request, not is_sent), None)) is not None:
-                known.end, known.answer, known.answer_bytes = at, message, nbytes
+                known.end, known.answer, known.nbytes[is_sent] = at, message, nbytes
                 known.outcome = "error" if kind == Kind.ERROR else ""
 
 
@@ -191,16 +205,17 @@ Bound = tuple[int, int, float]
 """(a, b, seconds): the clock of b is at most so much ahead of that of a."""
 
 
-def align(count: int, bounds: Iterable[Bound]) -> tuple[list[float], list[float]]:
+def align(count: int, bounds: Iterable[Bound]) -> tuple[list[float], float]:
     """Return how far clocks are ahead of that of task 0, and how well that is known.
 
     Args:
         count: Number of tasks.
-        bounds: In any order; of several between two tasks the tightest counts.
+        bounds: In any order; between task 0 and each other one there are some in both directions,
+            perhaps through further tasks. Of several between two tasks the tightest counts.
 
     Returns:
-        Seconds ahead, for each task; 0 where nothing is known. Half of the seconds between the most
-        and the least that it can be; inf: unknown.
+        Seconds ahead, for each task, and how much is missing at most to the most and the least that
+        it can be; 0 and inf if these are no clocks.
     """
     at_most = np.full((count, count), math.inf)  # by a and b, as in a bound
     for one, other, seconds in bounds:
@@ -209,16 +224,9 @@ def align(count: int, bounds: Iterable[Bound]) -> tuple[list[float], list[float]
     while slack <= 2 * MAX_SLACK_S:
         most, least = _distances(at_most + slack), _distances(at_most.T + slack)
         if most is not None and least is not None:
-            ahead = [_middle(high, -low) for high, low in zip(most, least, strict=True)]
-            return ahead, ((most + least) / 2).tolist()
+            return ((most - least) / 2).tolist(), float((most + least).max() / 2)
         slack = max(MIN_SLACK_S, 2 * slack)
-    return [0.0] * count, [math.inf] * count  # these are no clocks
-
-
-def _middle(most: float, least: float) -> float:
-    if math.isinf(most):
-        return 0.0 if math.isinf(least) else least
-    return most if math.isinf(least) else (most + least) / 2
+    return [0.0] * count, math.inf
 
 
 def _distances(lengths: np.ndarray) -> np.ndarray | None:
@@ -273,24 +281,17 @@ class Names:
         self.closures: dict[int, str] = {}
         self.variables: dict[int, str] = {}
         self.plans: dict[int, Sequence[int]] = {}
-        keys: dict[int, bytes] = {}
         for log in logs:
             self.variables.update(log.facts.get("variables", {}))
-            self.closures.update((number, name) for number, name in log.facts.get("running", ()))
-            for note in log.notes:
-                if note[1] == "ended":
-                    self.closures[note[2]] = note[3]
+            self.closures.update(log.facts.get("running", ()))
+            for _, what, *values in log.notes:
+                if what == "ended":
+                    self.closures[values[0]] = values[1]
             for number, variables in log.facts.get("plans", {}).items():
                 self.plans[int(number)] = variables
-            for _, _, _, message in log.told:
+            for *_, message in log.told:
                 if isinstance(message, messages.DefinePlan):
                     self.plans[message.plan] = [each[0] for each in message.members]
-                keys.update((closure[0], closure[1]) for closure in _closures_of(message))
-        # Those that did not come to their end are named after others of the same function.
-        functions = {keys[each]: name for each, name in self.closures.items() if each in keys}
-        for closure, key in keys.items():
-            if key in functions:
-                self.closures.setdefault(closure, functions[key])
 
     def of_closure(self, number: int) -> str:
         """Return the name of a closure."""
@@ -298,16 +299,10 @@ class Names:
 
     def of_request(self, half: Half) -> str:
         """Return the names of the variables of a request; "": it has none, or nobody knows."""
-        if not hasattr(half.message, "plan"):
-            return ""
-        variables = self.plans.get(half.message.plan, ())
+        variables = self.plans.get(getattr(half.message, "plan", -1), ())
         names = [self.variables.get(each, f"variable {each}") for each in dict.fromkeys(variables)]
         more = len(names) - SHOWN_NAMES
         return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _closures_of(message: Message) -> Sequence[tuple[int, bytes, int, list[int]]]:
-    return message.closures if isinstance(message, messages.RunClosures) else ()
 
 
 def label(task: str) -> str:
@@ -329,27 +324,25 @@ def spread(slices: Sequence[Slice]) -> list[Slice]:
     for each in ordered:
         lanes = ends[each.lane]
         place = next((at for at, end in enumerate(lanes) if end <= each.begin), len(lanes))
-        if place == len(lanes):
-            lanes.append(each.end)
-        lanes[place] = each.end
+        lanes[place : place + 1] = [each.end]
         each.lane += f" ({place + 1})" if place else ""
     return ordered
 
 
 def samples_of(log: TaskLog) -> Iterator[tuple[str, float, float]]:
     """Return all counters of a task: (name, time, its value from then on)."""
-    for note in log.notes:
-        if note[1] == "counters":
-            for name, value in note[2].items():
-                yield name, note[0], value
-    newest: dict[str, int] = {}
+    for at, what, *values in log.notes:
+        if what == "counters":
+            for name, value in values[0].items():
+                yield name, at, value
+    newest = {"global step": 0, "optimizer step": 0}
     for half in _served(log):
-        answer, name, step = half.answer, "", 0
+        answer, name, step = half.answer, "optimizer step", 0
         if isinstance(answer, messages.Contributed):
             name, step = "global step", answer.token
         elif isinstance(answer, messages.Pushed):
-            name, step = "optimizer step", answer.step
-        if name and step > newest.get(name, 0):
+            step = answer.step
+        if step > newest[name]:
             newest[name] = step
             yield name, half.end, step
 
@@ -364,8 +357,8 @@ def _steps(log: TaskLog, names: Names) -> Iterator[Slice]:
     """Closures of a worker, and within them what its time went to."""
     lane, kind, since = "steps", -1, log.begin
     running: tuple[int, float] | None = None
-    for at, what, *values in log.notes:
-        if what not in ("began", "ended", "work"):
+    for at, what, *values in [*log.notes, (log.end, "over")]:
+        if what not in ("began", "ended", "work", "over"):
             continue
         if kind >= 0 and at > since:
             yield Slice(lane, KINDS[kind], since, at)
@@ -374,15 +367,13 @@ def _steps(log: TaskLog, names: Names) -> Iterator[Slice]:
             kind = values[0]
         elif what == "began":
             running = values[0], at
+        elif running is not None and what == "over":
+            closure, begin = running
+            yield Slice(lane, names.of_closure(closure), begin, at, {"closure": closure, **_OPEN})
         elif running is not None and running[0] == values[0]:
             end = {} if values[2] == "ok" else {"end": values[2]}
             yield Slice(lane, values[1] or "?", running[1], at, {"closure": values[0], **end})
             running = None
-    if kind >= 0:
-        yield Slice(lane, KINDS[kind], since, log.end)
-    if running is not None:
-        args = {"closure": running[0], "end": "not in this trace"}
-        yield Slice(lane, names.of_closure(running[0]), running[1], log.end, args)
 
 
 def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
@@ -390,55 +381,52 @@ def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
     for half in log.halves:
         if isinstance(half.message, messages.AskSpans):
             continue
-        sizes = half.request_bytes, half.answer_bytes
-        sent, received = sizes if half.is_client else sizes[::-1]
-        told = {
+        known = {
             "variables": names.of_request(half),
-            "bytes sent": sent,
-            "bytes received": received,
-            "end": half.outcome or ("" if half.is_over else "not in this trace"),
+            "bytes sent": half.nbytes.get(True),
+            "bytes received": half.nbytes.get(False),
+            "end": half.outcome,
         }
-        args = {**_fields(half.message), **_fields(half.answer)}
-        args |= {name: value for name, value in told.items() if value}
+        args = {**_shown(half.message), **_shown(half.answer)}
+        args |= {name: value for name, value in known.items() if value}
+        if not half.is_over:
+            args |= _OPEN
         lane = f"to {label(half.link[2])}" if half.is_client else f"from {label(half.link[0])}"
         end = half.end if half.is_over else log.end
         yield Slice(lane, type(half.message).__name__, half.begin, end, args, half)
 
 
-def _fields(message: Message | None) -> dict[str, Any]:
-    found = {name: getattr(message, name) for name in _TOLD if hasattr(message, name)}
+def _shown(message: Message | None) -> dict[str, Any]:
+    found = {name: getattr(message, name) for name in _SHOWN if hasattr(message, name)}
     return {name: value for name, value in found.items() if value not in (-1, "", None, False)}
 
 
 def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     """Closures in flight, as the coordinator sees them: those of a message of results as one."""
     sent: dict[str, dict[int, float]] = defaultdict(dict)  # by worker and number
-    last: dict[str, float] = defaultdict(lambda: log.begin)
-
-    def batch(peer: str, begins: Mapping[int, float], end: float, *, is_over: bool) -> Slice:
-        known = Counter(map(names.of_closure, begins))
-        ((name, count),) = known.most_common(1)
-        text = name if len(begins) == 1 else f"{name} x{count}" if len(known) == 1 else "closures"
-        args = {"closures": "-".join(map(str, sorted({min(begins), max(begins)})))}
-        if not is_over:
-            args["end"] = "not in this trace"
-        begin = max(min(begins.values()), last[peer])
-        return Slice(f"in flight on {label(peer)}", text, begin, end, args)
-
+    batches: list[tuple[str, dict[int, float], float, Mapping[str, str]]] = []
     for at, is_sent, peer, message in log.told:
-        if is_sent:
-            sent[peer].update((closure[0], at) for closure in _closures_of(message))
-        elif isinstance(message, messages.GiveBack):
+        if isinstance(message, messages.RunClosures) and is_sent:
+            sent[peer].update((closure[0], at) for closure in message.closures)
+        elif isinstance(message, messages.GiveBack) and not is_sent:
             for number in message.closures:
                 sent[peer].pop(number, None)
-        elif isinstance(message, messages.ClosureResults) and message.results:
+        elif isinstance(message, messages.ClosureResults) and not is_sent:
             numbers = [result[0] for result in message.results]
             begins = {number: sent[peer].pop(number, log.begin) for number in numbers}
-            yield batch(peer, begins, at, is_over=True)
-            last[peer] = at
-    for peer, begins in sent.items():
-        if begins:
-            yield batch(peer, begins, log.end, is_over=False)
+            batches.append((peer, begins, at, {}))
+    batches += [(peer, begins, log.end, _OPEN) for peer, begins in sent.items()]
+    last: dict[str, float] = defaultdict(lambda: log.begin)
+    for peer, begins, end, is_open in batches:
+        if not begins:
+            continue
+        known = set(map(names.of_closure, begins))
+        name = known.pop() if len(known) == 1 else "closures"
+        name += f" x{len(begins)}" if len(begins) > 1 else ""
+        args = {"closures": "-".join(map(str, sorted({min(begins), max(begins)}))), **is_open}
+        begin = max(min(begins.values()), last[peer])
+        yield Slice(f"in flight on {label(peer)}", name, begin, end, args)
+        last[peer] = end
 
 
 def _sync_steps(log: TaskLog) -> Iterator[Slice]:
@@ -500,26 +488,30 @@ def write_trace(readings: Sequence[Reading], file: IO[str], **about: Any) -> Sum
     """
     logs = logs_of(readings)
     pairs = list(pairs_of(logs))
-    ahead, apart = align(len(logs), _bounds(logs, pairs))
+    ahead, within_s = align(len(logs), _bounds(logs, pairs))
     first = min(log.begin - each for log, each in zip(logs, ahead, strict=True))
     last = max(log.end - each for log, each in zip(logs, ahead, strict=True))
     tasks = _tasks(logs)
     lost = {task: log.lost for task, log in zip(tasks, logs, strict=True) if log.lost}
-    within = max(filter(math.isfinite, apart), default=math.inf)
     other = {
         **about,
-        "clocks are off by at most": f"{within * 1e6:.0f} us",
+        "clocks are off by at most": f"{within_s * 1e6:.0f} us",
         "dropped": lost or "nothing",
     }
     head = json.dumps({"displayTimeUnit": "ms", "otherData": other})[:-1]
     file.write(head + ', "traceEvents": [')
     count, separator = 0, "\n"
-    for event in _events(logs, tasks, pairs, [first + each for each in ahead]):
-        file.write(separator + json.dumps(event, separators=(",", ":")))
-        separator = ",\n"
-        count += event["ph"] in "XC"
+    for number, (_, sent, _, served) in enumerate(pairs):
+        sent.arrow = served.arrow = number
+    names = Names(logs)
+    for pid, place in enumerate(sorted(range(len(logs)), key=lambda at: _order(logs[at].task)), 1):
+        log, origin = logs[place], first + ahead[place]
+        for event in _events(log, tasks[place], pid, origin, names):
+            file.write(separator + json.dumps({"pid": pid, **event}, separators=(",", ":")))
+            separator = ",\n"
+            count += event["ph"] in "XC"
     file.write("\n]}\n")
-    return Summary(tasks, last - first, count, lost, within)
+    return Summary(tasks, last - first, count, lost, within_s)
 
 
 def _tasks(logs: Sequence[TaskLog]) -> list[str]:
@@ -531,46 +523,44 @@ def _tasks(logs: Sequence[TaskLog]) -> list[str]:
     return names
 
 
-def _events(
-    logs: Sequence[TaskLog],
-    tasks: Sequence[str],
-    pairs: Sequence[tuple[int, Half, int, Half]],
-    offsets: Sequence[float],
-) -> Iterator[Event]:
-    names, places = Names(logs), {}
-    for pid, at in enumerate(sorted(range(len(logs)), key=lambda at: _order(logs[at].task)), 1):
-        yield _named("process_name", pid, 0, name=tasks[at])
-        yield _named("process_sort_index", pid, 0, sort_index=pid)
-        lanes: dict[str, int] = {}
-        slices = slices_of(logs[at], names)
-        for lane in sorted({each.lane for each in slices}, key=_lane_order):
-            # A thread of its process's own number would be its main thread, for Perfetto.
-            lanes[lane] = 1000 * pid + len(lanes)
-            yield _named("thread_name", pid, lanes[lane], name=lane)
-            yield _named("thread_sort_index", pid, lanes[lane], sort_index=lanes[lane])
-        # In order on each lane; of those that begin together the longest is around the others.
-        for each in sorted(slices, key=lambda each: (lanes[each.lane], each.begin, -each.end)):
-            begin, end = _ns(each.begin - offsets[at]), _ns(each.end - offsets[at])
-            if each.half is not None:
-                places[id(each.half)] = pid, lanes[each.lane], begin
-            event: Event = {"ph": "X", "name": each.name, "pid": pid, "tid": lanes[each.lane],
-                            "ts": begin / 1000, "dur": (end - begin) / 1000}  # fmt: skip
-            yield {**event, "args": each.args} if each.args else event
-        for name, moment, value in samples_of(logs[at]):
-            ts = _ns(moment - offsets[at]) / 1000
-            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts,
-                   "args": {"value": value}}  # fmt: skip
-    for number, (_, sent, _, served) in enumerate(pairs):
-        if id(sent) in places and id(served) in places:
-            for ph, half in (("s", sent), ("f", served)):
-                pid, tid, begin = places[id(half)]
-                event = {"ph": ph, "name": "request", "cat": "request", "id": number,
-                         "pid": pid, "tid": tid, "ts": begin / 1000}  # fmt: skip
-                yield {**event, "bp": "e"} if ph == "f" else event
+def _events(log: TaskLog, task: str, pid: int, origin: float, names: Names) -> Iterator[Event]:
+    """Return the events of a process, each without its number.
 
+    Args:
+        log: Of the process.
+        task: Its name.
+        pid: Its number.
+        origin: When the trace begins, by its clock.
+        names: Of closures and variables.
+    """
 
-def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+    def at(time: float) -> float:
+        return round((time - origin) * 1e9) / 1000  # in microseconds, to the nanosecond
+
+    def named(what: str, tid: int, **args: Any) -> Event:
+        return {"ph": "M", "name": what, "tid": tid, "ts": 0, "args": args}
+
+    yield named("process_name", 0, name=task)
+    yield named("process_sort_index", 0, sort_index=pid)
+    slices = slices_of(log, names)
+    # A thread of its process's own number would be its main thread, for Perfetto.
+    lanes = sorted({each.lane for each in slices}, key=_lane_order)
+    tids = {lane: tid for tid, lane in enumerate(lanes, 1000 * pid)}
+    for lane, tid in tids.items():
+        yield named("thread_name", tid, name=lane)
+        yield named("thread_sort_index", tid, sort_index=tid)
+    # In order on each lane; of those that begin together the longest is around the others.
+    for each in sorted(slices, key=lambda each: (tids[each.lane], each.begin, -each.end)):
+        begin, tid = at(each.begin), tids[each.lane]
+        event: Event = {"ph": "X", "name": each.name, "tid": tid, "ts": begin}
+        event["dur"] = round((at(each.end) - begin) * 1000) / 1000
+        yield {**event, "args": each.args} if each.args else event
+        if each.half is not None and each.half.arrow >= 0:
+            event = {"ph": "s"} if each.half.is_client else {"ph": "f", "bp": "e"}
+            event |= {"name": "request", "cat": "request", "id": each.half.arrow}
+            yield {**event, "tid": tid, "ts": begin}
+    for name, time, value in samples_of(log):
+        yield {"ph": "C", "name": name, "tid": 0, "ts": at(time), "args": {"value": value}}
 
 
 def _order(task: str) -> tuple[int, int]:
@@ -582,7 +572,3 @@ def _lane_order(lane: str) -> tuple[bool, str, int]:
     """Return the steps, then the others by name; the tenth after the second."""
     name, _, number = lane.rstrip(")").partition(" (")
     return name != "steps", name, int(number or 1)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)

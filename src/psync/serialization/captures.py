@@ -23,6 +23,8 @@ ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 _EMPTY = object()  # what a cell holds whose variable is not assigned yet
 
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
+
 _MAX_DEPTH = 12  # how deep `blame` looks; deeper paths help nobody, and cycles end here
 
 
@@ -78,26 +80,18 @@ def travels_by_value(fn: FunctionType) -> bool:
 
 def captures_of(fn: FunctionType) -> dict[str, object]:
     """Return what the free and global names of ``fn``, by name, are bound to now."""
-    found = {
-        name: fn.__globals__[name] for name in _global_names(fn.__code__) if name in fn.__globals__
-    }
+    found: dict[str, object] = {}
+    for code in _with_inner(fn.__code__):
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname in _OF_GLOBALS and name in fn.__globals__:
+                found[name] = fn.__globals__[name]
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             found[name] = _EMPTY
     return found
-
-
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that ``code`` and the functions defined inside it use."""
-    names = {
-        instruction.argval: None
-        for each in _with_inner(code)
-        for instruction in dis.get_instructions(each)
-        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
-    }
-    return tuple(names)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -117,8 +111,7 @@ def refers_to(fn: object, wanted: object) -> bool:
     function, is not seen.
     """
     fn = behind_partials(fn)
-    if isinstance(fn, MethodType):
-        fn = fn.__func__
+    fn = fn.__func__ if isinstance(fn, MethodType) else fn
     todo = [fn] if isinstance(fn, FunctionType) else []
     if not todo:  # special methods; of an object without those that made it, which have run already
         is_class = isinstance(fn, type)
@@ -129,21 +122,16 @@ def refers_to(fn: object, wanted: object) -> bool:
             and name.startswith("__")
             and (is_class or name not in ("__new__", "__init__"))
         ]
-    seen: set[int] = set()
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in todo:  # which grows
         names = captures_of(each)
         inner = _with_inner(each.__code__)
         if any(found is wanted for code in inner for found in _loaded(code, names, wanted)):
             return True
-        todo += [
-            value
-            for value in names.values()
-            if isinstance(value, FunctionType) and value.__globals__ is each.__globals__
-        ]
+        for value in names.values():
+            if not isinstance(value, FunctionType) or value in todo:
+                continue
+            if value.__globals__ is each.__globals__:
+                todo.append(value)
     return False
 
 
@@ -222,14 +210,12 @@ class CaptureWatch:
 
 def _by_value_functions(fn: FunctionType) -> list[FunctionType]:
     """Return ``fn`` and every function that travels by value with it, if ``fn`` does so."""
-    found: dict[int, FunctionType] = {}
-    todo = [fn]
-    while todo:
-        each = todo.pop()
-        if id(each) not in found and travels_by_value(each):
-            found[id(each)] = each
-            todo.extend(v for v in captures_of(each).values() if isinstance(v, FunctionType))
-    return list(found.values())
+    found = [fn] if travels_by_value(fn) else []
+    for each in found:  # which grows
+        for value in captures_of(each).values():
+            if isinstance(value, FunctionType) and value not in found and travels_by_value(value):
+                found.append(value)
+    return found
 
 
 # Finding the object that cannot be sent.

@@ -57,6 +57,7 @@ from psync.serialization.captures import (
     type_name,
 )
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.remote_errors import text_of as text_of
 
 Segment = bytes | bytearray | memoryview
 """What holds bytes: the pickle itself, or the memory of one array."""
@@ -525,14 +526,6 @@ def _pickled(exc: BaseException, main_by_name: bool) -> Payload:
         if payload.nbytes <= MAX_EXCEPTION_BYTES and not payload.remote_values:
             return payload
     return EMPTY
-
-
-def text_of(exc: BaseException) -> str:
-    """Return the text of an exception of user code. Never raises."""
-    try:
-        return str(exc)
-    except Exception as broken:  # a __str__ of user code
-        return f"<its text cannot be shown: {type(broken).__name__}>"
 
 
 def _clip(text: str, max_chars: int) -> str:

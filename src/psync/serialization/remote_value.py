@@ -27,6 +27,8 @@ from psync.serialization.payloads import Payload, unpack
 
 T_co = TypeVar("T_co", covariant=True)
 
+_PACKED = object()  # a value that nobody has fetched yet
+
 
 class RemoteValueStatus(enum.Enum):
     """The status of a RemoteValue."""
@@ -55,8 +57,7 @@ class RemoteValue(Generic[T_co]):
 
     __psync_remote_value__ = True
     __slots__ = (
-        "__weakref__", "_cancel", "_closure", "_ended", "_error", "_payload", "_unpacked", "_value",
-        "status",
+        "__weakref__", "_cancel", "_closure", "_ended", "_error", "_payload", "_value", "status",
     )  # fmt: skip
 
     def __init__(self, closure: Closure, cancel: Callable[[int], None]) -> None:
@@ -64,8 +65,7 @@ class RemoteValue(Generic[T_co]):
         self.status = RemoteValueStatus.NOT_READY
         self._cancel = cancel
         self._payload: Payload | None = None  # the pickled result, until it is wanted
-        self._unpacked = False
-        self._value: Any = None
+        self._value: Any = _PACKED
         self._error: BaseException | None = None
         self._ended: asyncio.Event | None = None  # made for the first who waits
 
@@ -129,20 +129,17 @@ class RemoteValue(Generic[T_co]):
         """
         if self._error is not None:
             raise self._error.with_traceback(None)  # each time it is raised adds to it
-        if self._unpacked:
-            return cast(T_co, self._value)
         if self._payload is None:
             raise UsageError(
                 f"{self._closure} has not ended", hint="await the RemoteValue, or join() first"
             )
-        payload = self._payload
-        # Read-only memory is copied: the payload itself may go on to other closures.
-        buffers = [
-            buffer.toreadonly() if isinstance(buffer, memoryview) else buffer
-            for buffer in payload.buffers
-        ]
-        self._value = unpack(payload.data, buffers)
-        self._unpacked = True
+        if self._value is _PACKED:
+            # Read-only memory is copied: the payload itself may go on to other closures.
+            buffers = [
+                buffer.toreadonly() if isinstance(buffer, memoryview) else buffer
+                for buffer in self._payload.buffers
+            ]
+            self._value = unpack(self._payload.data, buffers)
         return cast(T_co, self._value)
 
     result = get_nowait  # its name until 0.2
@@ -216,32 +213,27 @@ def _refusal(used: str) -> Any:
     return refuse
 
 
-_BINARY = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%",
-    "divmod": "divmod", "pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^",
-    "lshift": "<<", "rshift": ">>",
+_REFUSED = {
+    "operator +": "add radd iadd pos", "operator -": "sub rsub isub neg",
+    "operator *": "mul rmul imul", "operator /": "truediv rtruediv itruediv",
+    "operator //": "floordiv rfloordiv ifloordiv", "operator %": "mod rmod imod",
+    "operator divmod": "divmod rdivmod", "operator **": "pow rpow ipow",
+    "operator @": "matmul rmatmul imatmul", "operator &": "and rand iand",
+    "operator |": "or ror ior", "operator ^": "xor rxor ixor", "operator ~": "invert",
+    "operator <<": "lshift rlshift ilshift", "operator >>": "rshift rrshift irshift",
+    "operator <": "lt", "operator <=": "le", "operator >": "gt", "operator >=": "ge",
+    "operator abs": "abs", "operator round": "round", "truth": "bool", "int()": "int",
+    "float()": "float", "complex()": "complex", "iteration": "iter", "`in`": "contains",
 }  # fmt: skip
-_OTHERS = {
-    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "pos": "+", "invert": "~",
-    "abs": "abs", "round": "round",
-}  # fmt: skip
-_CONVERSIONS = {
-    "bool": "truth", "int": "int()", "float": "float()", "complex": "complex()",
-    "iter": "iteration", "contains": "`in`",
-}  # fmt: skip
-for _name, _sign in _BINARY.items():
-    for _prefix in ("", "r", "i"):
-        setattr(AwaitFirst, f"__{_prefix}{_name}__", _refusal(f"operator {_sign}"))
-for _name, _sign in _OTHERS.items():
-    setattr(AwaitFirst, f"__{_name}__", _refusal(f"operator {_sign}"))
-for _name, _used in _CONVERSIONS.items():
-    setattr(AwaitFirst, f"__{_name}__", _refusal(_used))
+for _used, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(AwaitFirst, f"__{_name}__", _refusal(_used))
 
 
 async def fetch_all(structure: Any) -> Any:
     """Return a nesting of dicts, lists and tuples with each RemoteValue replaced by its value."""
     if isinstance(structure, RemoteValue):
-        if structure._payload is not None or structure._unpacked:
+        if structure._payload is not None:
             return structure.get_nowait()
         return await RemoteValue.fetch(structure)
     if isinstance(structure, dict):

@@ -77,7 +77,12 @@ def _is_greeting(task: str, nonce: bytes) -> bool:
     return len(nonce) == NONCE_BYTES and len(task) <= MAX_NAME_CHARS and task.isprintable()
 
 
-def _mac(secret: bytes, label: bytes, hello: Hello, challenge: Challenge, binding: bytes) -> bytes:
+def _mac(
+    secret: bytes | None, label: bytes, hello: Hello, challenge: Challenge, binding: bytes
+) -> bytes:
+    """Return what one side proves itself by; b"" in a cluster without a secret."""
+    if secret is None:
+        return b""
     key = hmac.digest(secret, b"psync/1 key " + label, "sha256")
     unsigned = replace(challenge, mac=b"")
     first, second = encode(hello), encode(unsigned)
@@ -241,22 +246,19 @@ class ClientHandshake(Handshake):
                 f"this task has {ours} secret, but {challenge.task} has {theirs}",
                 hint=f"{_SAME_SECRET}, or start all of them with --insecure",
             )
-        if self._secret is not None:
-            expected = _mac(self._secret, b"server", self.hello, challenge, self.binding)
-            if not hmac.compare_digest(expected, challenge.mac):
-                between = ", or somebody between the two ends its TLS" if self.binding else ""
-                raise AuthenticationError(
-                    f"{challenge.task} does not have the same secret as this task{between}",
-                    hint=_SAME_SECRET,
-                )
+        expected = _mac(self._secret, b"server", self.hello, challenge, self.binding)
+        if not hmac.compare_digest(expected, challenge.mac):
+            between = ", or somebody between the two ends its TLS" if self.binding else ""
+            raise AuthenticationError(
+                f"{challenge.task} does not have the same secret as this task{between}",
+                hint=_SAME_SECRET,
+            )
         if self._expect is not None and challenge.task != self._expect:
             raise RemoteProtocolError(
                 f"expected {self._expect} at this address, {challenge.task} answered",
                 hint="check the addresses of the cluster, in TF_CONFIG for example",
             )
         self.peer_task, self.peer_incarnation = challenge.task, challenge.incarnation
-        if self._secret is None:
-            return Proof(b"")
         return Proof(_mac(self._secret, b"client", self.hello, challenge, self.binding))
 
 
@@ -312,17 +314,15 @@ class ServerHandshake(Handshake):
             return Refused("authentication", f"{task} has a secret, the peer has none")
         self.hello, self.lane = hello, hello.lane
         self.peer_task, self.peer_incarnation = hello.task, hello.incarnation
-        if self._secret is not None:
-            mac = _mac(self._secret, b"server", hello, self._challenge, self.binding)
-            self._challenge = replace(self._challenge, mac=mac)
+        mac = _mac(self._secret, b"server", hello, self._challenge, self.binding)
+        self._challenge = replace(self._challenge, mac=mac)
         return self._challenge
 
     def verify(self, proof: Proof) -> Refused | None:
         """Return None if the client holds the secret and may come in. Call after ``challenge``."""
-        if self._secret is not None:
-            expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
-            if not hmac.compare_digest(expected, proof.mac):
-                return Refused("authentication", "the proof does not match")
+        expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
+        if not hmac.compare_digest(expected, proof.mac):
+            return Refused("authentication", "the proof does not match")
         return None if self._admit is None else self._admit(self.hello)
 
 

@@ -20,12 +20,8 @@ def failure_of(exc: BaseException) -> Failure:
     """Return what a peer is told of ``exc``."""
     name = type(exc).__name__
     if not isinstance(exc, PsyncError) or getattr(errors, name, None) is not type(exc):
-        try:
-            text = str(exc)
-        except Exception:
-            text = "its text cannot be had"
         trace = "".join(format_exception(exc))[-MAX_TEXT_CHARS:]
-        return Failure("", name, "", _clip(text), None, _clip(trace))
+        return Failure("", name, "", _clip(text_of(exc)), None, _clip(trace))
     task = exc.task if isinstance(exc, TaskLost | RemoteError) else ""
     hint = None if exc.hint is None else _clip(exc.hint)
     trace = ""
@@ -47,6 +43,14 @@ def exception_of(failure: Failure, task: str) -> PsyncError:
     if isinstance(error, RemoteError):
         error.type_name, error.traceback_text = failure.type_name, failure.traceback
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception of user code. Never raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be had"
 
 
 def _clip(text: str) -> str:

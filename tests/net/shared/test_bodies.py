@@ -22,7 +22,7 @@ from psync.numerics.memory import Block, BlockPool
 from psync.testing import memory_sharing
 from psync.testing.memory_sharing import channels, make_heap
 from psync.wire import frames
-from psync.wire.frames import Buffer, Extent
+from psync.wire.frames import Buffer, Extent, Kind
 from turns import Turns
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -57,11 +57,8 @@ class Side:
 
     def tell(self, other: Side) -> None:
         """Let the other side know what there is to say."""
-        returns, gone = self.sharing.due()
-        for number in returns:
-            other.sharing.returned(number)
-        for number in gone:
-            other.sharing.forget(number)
+        for kind, number in self.sharing.due():
+            (other.sharing.returned if kind == Kind.RETURN else other.sharing.forget)(number)
 
     @property
     def num_lent(self) -> int:
@@ -209,8 +206,7 @@ def test_only_so_many_regions_are_known_to_one_peer(monkeypatch: pytest.MonkeyPa
     theirs.sharing.borrow(extents[1]).give_back()
     theirs.tell(ours)
     del roots[0]
-    _, gone = ours.sharing.due()
-    assert gone == [1]
+    assert ours.sharing.due() == [(Kind.FORGET, 1)]
     last = ours.lend(roots[-1].data)
     assert theirs.sharing.borrow(extents[2]).views[0][0] == 2
     theirs.sharing.forget(1)
@@ -243,11 +239,11 @@ def test_what_is_kept_is_given_back_when_the_last_view_of_it_goes() -> None:
     again = array.view(np.int8).reshape(1, -1)
     del array
     kept.clear()
-    assert theirs.sharing.due() == ([], [])
+    assert theirs.sharing.due() == []
     assert theirs.woken == 0
     del again
     assert theirs.woken == 1
-    assert theirs.sharing.due() == ([1], [])
+    assert theirs.sharing.due() == [(Kind.RETURN, 1)]
 
 
 def test_the_last_view_may_go_in_any_thread() -> None:
@@ -273,8 +269,8 @@ def test_a_region_that_is_gone_is_forgotten_once() -> None:
     del borrowed
     theirs.tell(ours)
     assert ours.woken == 1
-    assert ours.sharing.due() == ([], [1])
-    assert ours.sharing.due() == ([], [])
+    assert ours.sharing.due() == [(Kind.FORGET, 1)]
+    assert ours.sharing.due() == []
     assert list(theirs.sharing._regions) == [1]
     theirs.sharing.forget(1)
     assert not theirs.sharing._regions
@@ -312,7 +308,7 @@ def test_the_edges_of_a_region_can_be_lent() -> None:
     )
     assert [len(view) for view in borrowed.views] == [SLAB_BYTES, 1, 0]
     assert [len(view) for view in borrowed.keep()] == [SLAB_BYTES, 1, 0]
-    assert theirs.sharing.due() == ([2], [])
+    assert theirs.sharing.due() == [(Kind.RETURN, 2)]
 
 
 def test_only_so_many_regions_are_taken() -> None:
@@ -558,10 +554,9 @@ class Walk:
             self.done["withdrawn"] += 1
 
     def say(self, who: int) -> None:
-        returns, gone = self.sides[who].sharing.due()
+        due = self.sides[who].sharing.due()
         if not self.lost[who]:
-            self.coming[1 - who] += [("return", number, b"") for number in returns]
-            self.coming[1 - who] += [("forget", number, b"") for number in gone]
+            self.coming[1 - who] += [(kind.name.lower(), number, b"") for kind, number in due]
 
     # Borrowing.
 

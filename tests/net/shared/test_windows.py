@@ -201,10 +201,6 @@ def test_where_the_system_has_no_room_nothing_is_unmapped_that_may_be_anothers()
 
 
 def test_a_system_without_the_call_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions.sys, "platform", "darwin")
-    assert Windows()._mremap is None
-    monkeypatch.setattr(regions.sys, "platform", "linux")
-
     def without(*args: object, **more: object) -> object:
         return object()
 

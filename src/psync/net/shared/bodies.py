@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 from psync.errors import RemoteProtocolError
 from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import Region, SharedMemory, offset_of, root_of
-from psync.wire.frames import MAX_EXTENTS, Buffer, Extent, copies
+from psync.wire.frames import MAX_EXTENTS, Buffer, Extent, Kind, copies
 from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
@@ -284,22 +283,22 @@ class Sharing:
 
     # To be said to the peer.
 
-    def due(self) -> tuple[list[int], list[int]]:
+    def due(self) -> list[tuple[Kind, int]]:
         """Return bodies to be given back, and regions to be forgotten; once."""
         self.has_to_say = False  # first: other threads may add to what there is
-        returns, gone = [], []
+        said = []
         while self._returns:
             number = self._returns.popleft()
             self._kept.pop(number, None)
-            returns.append(number)
+            said.append((Kind.RETURN, number))
         while self._gone:
             number = self._gone.popleft()
             if number in self._given:
                 self._given.discard(number)
-                gone.append(number)
+                said.append((Kind.FORGET, number))
         if self._closed:
             self._settle()
-        return returns, gone
+        return said
 
     def give_back(self, number: int) -> None:
         """A body of the peer's is not needed any more; called in any thread."""
@@ -419,7 +418,6 @@ class Waker:
         self._then = then
         self._within_s = within_s
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self._is_due = False
         self._context = contextvars.copy_context()
 
@@ -429,10 +427,7 @@ class Waker:
             return
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            if threading.get_ident() == self._thread:
-                self._wait()
-            else:
-                self._loop.call_soon_threadsafe(self._wait)
+            self._loop.call_soon_threadsafe(self._wait)
 
     def _wait(self) -> None:
         self._loop.call_later(self._within_s, self._run, context=self._context)

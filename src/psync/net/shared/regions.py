@@ -33,7 +33,6 @@ import math
 import mmap
 import os
 import resource
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -335,11 +334,9 @@ _given_up: list[mmap.mmap] = []
 
 def _mremap() -> Callable[..., int | None] | None:
     """Return the C library's ``mremap``; None: there is none."""
-    if sys.platform != "linux":
-        return None
     try:
         found = ctypes.CDLL(None, use_errno=True).mremap
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # of another system than Linux
         return None
     size, address = ctypes.c_size_t, ctypes.c_void_p
     found.argtypes, found.restype = [address, size, size, ctypes.c_int, address], address
