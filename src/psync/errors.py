@@ -56,6 +56,7 @@ remedy is in ``hint``, which is shown on a separate line.
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
@@ -76,15 +77,9 @@ class PsyncError(Exception):
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rebuilt without calling __init__, so that subclasses may have any signature.
-        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
-
-
-def _rebuild(cls: type[PsyncError], args: tuple[Any, ...], state: dict[str, Any]) -> PsyncError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        # Made again without calling __init__, so that subclasses may have any signature. OSError
+        # does not take its args then, so they are part of the state.
+        return copyreg.__newobj__, (type(self), *self.args), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
 
 
 class UsageError(PsyncError):
