@@ -38,7 +38,7 @@ from psync.launch.processes import (
 from psync.launch.tasks import Door, make_task, tell_to_end
 from psync.net import certificates
 from psync.net.certificates import TLS_VARIABLES
-from psync.net.environment import network_of, newest_incarnation
+from psync.net.environment import network_of
 from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.secret import Secret, load_secret, mint_secret
@@ -485,11 +485,7 @@ class TasksInProcesses(Host):
             return
         joined: dict[str, str] = {}
         began = self.platform.new_incarnation()
-
-        async def end() -> None:
-            await tell_to_end(self.platform, newest_incarnation() or began, joined)
-
-        self.resources.push_async_callback(end)
+        self.resources.push_async_callback(tell_to_end, self.platform, began, joined)
         door = Door(self.platform, self.chief, self.platform.workforce, joined)
         await self.resources.enter_async_context(door)
 
