@@ -136,7 +136,7 @@ async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
 async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
     async with serving_of():
         run = dataclasses.replace(chosen_run(), token="0" * 64)
-        with pytest.raises(RemoteProtocolError, match="the token is not that of this run"):
+        with pytest.raises(ConfigurationError, match="refuses: the token is not that of this run"):
             await reader_of_run(run).read()
 
 
@@ -164,7 +164,7 @@ async def test_a_run_that_does_not_answer_is_named(
         with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
             await reader.read()
         source.answer = ValueError("a bug")
-        with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
+        with pytest.raises(ConfigurationError, match=r"refuses: .*a bug"):
             await reader.read()
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError, RemoteProtocolError
+from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.net.shielding import end_all
@@ -122,19 +122,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def new_run(directory: Path, program: str, metrics: str = "") -> Run:
-    """Return a run of this process, which is to listen at its address and then has a ``run_file``.
-
-    The directory is made, and what killed runs have left there is taken away.
-
-    Raises:
-        OSError: As of ``make_directory``.
-    """
-    make_directory(directory)
-    take_away_ended(directory)
-    where = directory / f"{os.getpid()}-{random_hex(4)}.sock"
-    token = random_hex(TOKEN_BYTES)
-    return Run(os.getpid(), time.time(), program, f"unix:{where}", token, metrics)
 
 
 @contextlib.contextmanager
@@ -155,17 +142,24 @@ def run_file(run: Run) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def answering(run: Run, answer: Answer) -> AsyncIterator[None]:
-    """Return a context in which processes of this user find a run, and may ask it.
+async def answering(
+    directory: Path, program: str, answer: Answer, metrics: str = ""
+) -> AsyncIterator[None]:
+    """Return a context in which processes of this user find this one as a run, and may ask it.
 
     Args:
-        run: Of this process.
+        directory: Of run files. It is made, and files that killed runs have left are removed.
+        program: Name of the script.
         answer: Called with each question, without the token. Its error is told to who asks.
+        metrics: URL for Prometheus, if there is one.
 
     Raises:
-        OSError: Nothing can listen at the address of the run, or the file cannot be written.
+        OSError: As of ``make_directory``; or nothing can listen or be written there.
     """
-
+    make_directory(directory)
+    take_away_ended(directory)
+    where, token = directory / f"{os.getpid()}-{random_hex(4)}.sock", random_hex(TOKEN_BYTES)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token, metrics)
     responding: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -178,11 +172,10 @@ async def answering(run: Run, answer: Answer) -> AsyncIterator[None]:
             async with asyncio.timeout(QUESTION_WITHIN_S):
                 line = await reader.readline()
             if line:  # else it was only a look whether somebody listens
-                writer.writelines(await _reply(line, run.token, answer))
+                writer.writelines(await _reply(line, token, answer))
                 await writer.drain()
 
     with socket.socket(socket.AF_UNIX) as bound:
-        where = socket_of(run)
         bound.bind(os.fspath(where))
         os.chmod(where, 0o600)
         server = await asyncio.start_unix_server(connected, sock=bound, limit=MAX_QUESTION_BYTES)
@@ -214,9 +207,8 @@ async def ask(run: Run, within_s: float | None = None, /, **question: Any) -> by
     """Ask a run something; return its answer.
 
     Raises:
-        ConfigurationError: It has ended, or is unreachable.
+        ConfigurationError: It has ended, or is unreachable; or it refuses, and says why.
         DeadlineExceeded: It has not answered in time.
-        RemoteProtocolError: It refuses; says why.
 
     Cancellation: Safe.
     """
@@ -237,7 +229,7 @@ async def ask(run: Run, within_s: float | None = None, /, **question: Any) -> by
     except (OSError, ValueError) as exc:
         raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
     if "error" in head:
-        raise RemoteProtocolError(head["error"])
+        raise ConfigurationError(f"{run} refuses: {head['error']}")
     return answer
 
 

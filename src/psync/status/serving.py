@@ -14,6 +14,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -28,7 +29,7 @@ from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
 from psync.status.http import check_can_serve, serving_metrics
 from psync.status.model import Status
-from psync.status.run_files import Run, answering, ask, directory_of_runs, new_run
+from psync.status.run_files import Run, answering, ask, directory_of_runs
 
 if TYPE_CHECKING:
     from psync.status.sampling import ClusterSource
@@ -94,8 +95,8 @@ class ServedStatus:
             url = await self._stack.enter_async_context(self._http)
         if self._is_served:
             try:
-                run = new_run(directory_of_runs(), self.source.program, url)
-                await self._stack.enter_async_context(answering(run, self._answer))
+                found = answering(directory_of_runs(), self.source.program, self._answer, url)
+                await self._stack.enter_async_context(found)
             except (OSError, ConfigurationError) as exc:
                 logger.info("the status of this run is not available: %s", exc)
         asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._log, "PSYNC_RUN_LOG")
@@ -143,7 +144,7 @@ class StatusReader:
         """Return the status as of now.
 
         Raises:
-            ConfigurationError: The run has ended, or something else answers there.
+            ConfigurationError: The run has ended or refuses, or something else answers there.
             DeadlineExceeded: It does not answer, and may later.
             RemoteProtocolError: It uses another version of psync.
 
@@ -163,14 +164,7 @@ class StatusReader:
 def reader_of_run(run: Run) -> StatusReader:
     """Return what asks a program of this user, as its run file says."""
 
-    async def ask_run(**question: Any) -> bytes:
-        try:
-            return await ask(run, ANSWERS_WITHIN_S, **question)
-        except RemoteProtocolError as exc:
-            text = f"{run} cannot report its status: {exc.message}"
-            raise RemoteProtocolError(text) from exc
-
-    return StatusReader(str(run), ask_run)
+    return StatusReader(str(run), partial(ask, run, ANSWERS_WITHIN_S))
 
 
 def reader_of_url(url: str) -> StatusReader:
