@@ -104,7 +104,7 @@ class ProcessGroup:
         jobs: Mapping[str, int],
         *,
         secret: str | None = None,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] = os.environ,
         out: Sink = write_stdout,
         err: Sink = write_stderr,
         host: str = "127.0.0.1",
@@ -113,7 +113,7 @@ class ProcessGroup:
         self._host = host
         self.err = err
         self.cluster: dict[str, list[str]] = {job: [] for job in jobs}
-        self._environ = {**TUNING, **(os.environ if environ is None else environ)}
+        self._environ = {**TUNING, **environ}
         if secret is not None:
             self._environ["PSYNC_SECRET"] = secret
         self._listeners: dict[tuple[str, int], Any] = {}  # what has an address, until closed
@@ -175,15 +175,12 @@ class ProcessGroup:
             pass_fds: Further descriptors that it inherits, under the same numbers.
 
         Raises:
-            ConfigurationError: If the group has no such task.
+            KeyError: If the group has no such task, or has abandoned it.
             BusyError: If it is running.
             ClosedError: If the group is being stopped.
             OSError: If the program cannot be started.
         """
         name = f"{job}-{index}"
-        if (job, index) not in self._listeners:
-            counts = ", ".join(f"{len(a)} {job}" for job, a in self.cluster.items())
-            raise ConfigurationError(f"expected a task of the cluster ({counts}), got {name}")
         if self._stopping:
             raise ClosedError(f"cannot start {name}: the process group is being stopped")
         process = self.processes.get(name)

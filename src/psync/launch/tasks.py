@@ -27,6 +27,7 @@ from psync.errors import (
     TrainingEnded,
     TransportError,
     UsageError,
+    os_errors,
 )
 from psync.launch import process
 from psync.launch.plugins import load_plugins, users_frame
@@ -635,20 +636,12 @@ def listen_towards(chief: str, listen: str) -> tuple[socket.socket, str]:
         host, port = split_address(listen if ":" in listen else f"{listen}:0")
     else:
         port = 0
-        try:
+        with os_errors(f"{chief} is unreachable"):
             host, _ = interface_towards(chief_host, chief_port)
-        except OSError as exc:
-            raise ConfigurationError(f"{chief} is unreachable: {exc.strerror or exc}") from exc
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
+    with os_errors(f"this worker cannot listen on {listen or host}"):
         listener = socket.create_server((host, port or 0), family=family, backlog=BACKLOG)
-    except OSError as exc:
-        raise ConfigurationError(
-            f"this worker cannot listen on {listen or host}: {exc.strerror or exc}"
-        ) from exc
     return listener, join_address(host, listener.getsockname()[1])
-
-
 
 
 class Door:

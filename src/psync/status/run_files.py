@@ -68,7 +68,6 @@ class Run:
     program: str  # name of its script
     address: str  # "unix:/run/user/1000/psync/123-9f3a.sock"
     token: str  # in hexadecimal digits
-    metrics: str = ""  # URL for Prometheus; "" where there is none
 
     def __str__(self) -> str:
         return f"{self.program} (process {self.pid})"
@@ -122,8 +121,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-
-
 @contextlib.contextmanager
 def run_file(run: Run) -> Iterator[None]:
     """Return a context in which a run can be found; its socket goes with the file beside it.
@@ -142,16 +139,13 @@ def run_file(run: Run) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def answering(
-    directory: Path, program: str, answer: Answer, metrics: str = ""
-) -> AsyncIterator[None]:
+async def answering(directory: Path, program: str, answer: Answer) -> AsyncIterator[None]:
     """Return a context in which processes of this user find this one as a run, and may ask it.
 
     Args:
         directory: Of run files. It is made, and files that killed runs have left are removed.
         program: Name of the script.
         answer: Called with each question, without the token. Its error is told to who asks.
-        metrics: URL for Prometheus, if there is one.
 
     Raises:
         OSError: As of ``make_directory``; or nothing can listen or be written there.
@@ -159,7 +153,7 @@ async def answering(
     make_directory(directory)
     take_away_ended(directory)
     where, token = directory / f"{os.getpid()}-{random_hex(4)}.sock", random_hex(TOKEN_BYTES)
-    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token, metrics)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
     responding: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

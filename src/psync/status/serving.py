@@ -90,12 +90,11 @@ class ServedStatus:
 
         Cancellation: ``close`` still has to be called; so it is after an error.
         """
-        url = ""
         if self._http is not None:
-            url = await self._stack.enter_async_context(self._http)
+            await self._stack.enter_async_context(self._http)
         if self._is_served:
             try:
-                found = answering(directory_of_runs(), self.source.program, self._answer, url)
+                found = answering(directory_of_runs(), self.source.program, self._answer)
                 await self._stack.enter_async_context(found)
             except (OSError, ConfigurationError) as exc:
                 logger.info("the status of this run is not available: %s", exc)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import ConfigurationError, RemoteProtocolError, os_errors
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
 from psync.status.model import MISFITS, READERS, ShardStatus, Status
@@ -195,12 +195,10 @@ def check_head(path: Path) -> None:
     Raises:
         ConfigurationError: It is none, cannot be read, or is of another version.
     """
+    with os_errors(f"run log {path}"), open(path, "rb", opener=regular) as file:
+        line = file.readline(4096)
     try:
-        with open(path, "rb", opener=regular) as file:
-            head = json.loads(file.readline(4096))
-        version = head[KEY]
-    except OSError as exc:
-        raise ConfigurationError(f"run log {path}: {exc.strerror}") from exc
+        version = json.loads(line)[KEY]
     except MISFITS as exc:
         raise ConfigurationError(
             f"{path}: expected a run log of psync, got something else",
@@ -348,14 +346,9 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.is_dir() or not path.name.endswith((".html", ".htm")):
         raise ConfigurationError(f'report {path}: expected the name of a file that ends in ".html"')
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as exc:
-        raise ConfigurationError(
-            f"report {path}: {exc.strerror}", hint="the folder must exist and be writable"
-        ) from exc
-    return path
+    hint = "the folder must exist and be writable"
+    with os_errors(f"report {path}", hint), tempfile.TemporaryFile(dir=path.parent):
+        return path
 
 
 def write_report(log: str | os.PathLike[str], path: Path) -> Path:
