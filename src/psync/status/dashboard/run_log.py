@@ -234,7 +234,7 @@ class FinishedRun:
         self.path = Path(path)
         check_head(self.path)
         self._moments: page.Thinned[_Moment] = page.Thinned(MAX_MOMENTS)
-        self._whole = page.History()
+        self._whole: page.Thinned[page.Row] = page.Thinned(page.MAX_ROWS)
         self._placement: tuple[ShardStatus, ...] = ()
         self.status_at = functools.lru_cache(2 * page.LANE_CELLS)(self._loaded)
         self._reading = asyncio.Lock()
@@ -261,8 +261,9 @@ class FinishedRun:
             if line.startswith(STATUS):
                 self.ended = False
                 status = _status_in(line)
-                self._whole.add(status)
-                self._moments.add((status.time, offset, self._placement, page.row_of(status)))
+                row = page.row_of(status)
+                self._whole.add(row)
+                self._moments.add((status.time, offset, self._placement, row))
                 return
             data = json.loads(line)
             if not isinstance(data, dict):
@@ -305,20 +306,18 @@ class FinishedRun:
 
     def series(self) -> dict[str, list[float | None]]:
         """Return the charts of the whole run."""
-        return self._whole.series("run")
+        return page.columns(self._whole.with_newest())
 
     def view_at(self, span: str, index: int) -> str:
         """Return the page of a moment, by its number, as JSON."""
-        lanes = page.History()
-        for at in range(max(0, index + 1 - page.LANE_CELLS), index + 1):
-            lanes.add_lanes(self.status_at(at))
-        status, kept = self.status_at(index), self._moments.kept
-        view = page.view_of(status, lanes, span=span, mode="log")
+        shown = range(max(0, index + 1 - page.LANE_CELLS), index + 1)
+        moments, kept = list(map(self.status_at, shown)), self._moments.kept
         if span == "run":
-            view["series"] = self.series()
+            series = self.series()
         else:
-            first = bisect.bisect_left(kept, (status.time - page.RECENT_S,))
-            view["series"] = page.columns([row for *_, row in kept[first : index + 1]])
+            first = bisect.bisect_left(kept, (moments[-1].time - page.RECENT_S,))
+            series = page.columns([row for *_, row in kept[first : index + 1]])
+        view = page.view_of(moments, series, mode="log")
         view["moments"] = {"first": kept[0][0], "last": kept[-1][0]}
         view["ended"] = self.ended
         return page.to_json(view)
@@ -466,7 +465,7 @@ class Recorder:
         """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
         if self.newest is None:
             return "{}"
-        return page.to_json(page.view_of(self.newest, self._history, span=span))
+        return page.to_json(page.view_of(self._history.moments, self._history.series(span)))
 
     async def status(self, time: float | None) -> Status | None:
         """Return the newest status. Cancellation: safe."""
