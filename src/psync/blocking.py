@@ -355,6 +355,7 @@ class ClusterCoordinator(_Blocking):
     Attributes:
         coordinator: The ``psync.ClusterCoordinator``; for methods that are missing here, with
             ``psync.wait``.
+        strategy: The strategy of its cluster.
 
     Example:
         with blocking.ClusterCoordinator(strategy) as coordinator:
@@ -367,13 +368,9 @@ class ClusterCoordinator(_Blocking):
     __psync_capture_hint__ = AsyncCoordinator.__psync_capture_hint__
 
     def __init__(self, strategy: ParameterServerStrategy, **options: Any) -> None:
+        self.strategy = strategy
         self.coordinator = AsyncCoordinator(strategy, **options)
         super().__init__(self.coordinator)
-
-    @property
-    def strategy(self) -> ParameterServerStrategy:
-        """The strategy of its cluster."""
-        return self.coordinator.strategy
 
     def schedule(
         self,

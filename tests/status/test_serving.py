@@ -156,13 +156,13 @@ async def test_what_is_no_question_is_refused(
 async def test_a_run_that_does_not_answer_is_named(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
     source = Source()
     async with serving_of(source):
         reader = reader_of_run(chosen_run())
+        monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
         source.answer = None
         with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
-            await reader.read()
+            await reader_of_run(chosen_run()).read()
         source.answer = ValueError("a bug")
         with pytest.raises(ConfigurationError, match=r"refuses: .*a bug"):
             await reader.read()

@@ -59,19 +59,16 @@ class RestartPolicy:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
         self.at_most = f"at most {limit} times a minute"
         self.exceeded = f"{limit + 1} deaths within a minute" if limit else "restarts are off"
-        self._restarts: deque[float] = deque()  # those of the last minute, in order
+        self._restarts: deque[float] = deque(maxlen=limit)  # the newest, in order
 
     def allow(self) -> bool:
         """Whether the task may be started again now; a yes is counted."""
-        now = asyncio.get_running_loop().time()
-        while self._restarts and now - self._restarts[0] >= 60.0:
-            self._restarts.popleft()
-        if len(self._restarts) >= self.limit:
+        now, known = asyncio.get_running_loop().time(), self._restarts
+        if len(known) == known.maxlen and not (known and now - known[0] >= 60.0):
             return False
-        self._restarts.append(now)
+        known.append(now)  # the oldest goes
         return True
 
 

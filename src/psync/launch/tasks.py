@@ -310,13 +310,10 @@ async def _evaluate(
 
 def _exit(error: PsyncError, code: int) -> NoReturn:
     """Say what is wrong, and where the program met it, and exit."""
-    lines = [f"psync: error: {error.message}"]
-    if error.hint:
-        lines.append(f"hint: {error.hint}")
-    frame = users_frame(error)
+    text, frame = f"psync: error: {error}", users_frame(error)
     if frame is not None and frame.name != "<module>":  # that one only calls run()
-        lines.append(f"at {frame.filename}:{frame.lineno}, in {frame.name}")
-    print(*lines, sep="\n", file=sys.stderr)
+        text += f"\nat {frame.filename}:{frame.lineno}, in {frame.name}"
+    print(text, file=sys.stderr)
     sys.exit(code)
 
 

@@ -172,25 +172,24 @@ def reader_of_url(url: str) -> StatusReader:
     Args:
         url: Of its status, as the log of the program has it, with the token.
     """
-    where = url.partition("?")[0]  # without the token
+    status, _, token = url.partition("?")
     # What a proxy between here and there would answer is no status.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     async def ask_url(**question: Any) -> bytes:
         if not question:
-            return await asyncio.to_thread(get, url, where)
-        if not where.endswith("/status"):
+            return await asyncio.to_thread(get, status, token)
+        if not status.endswith("/status"):
             raise ConfigurationError(
-                f"{where}: expected the URL of a status, as in the program's log",
+                f"{status}: expected the URL of a status, as in the program's log",
                 hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
             )
-        spans = where.removesuffix("/status") + "/spans"
-        more = f"{url.partition('?')[2]}&{urlencode(question)}"
-        return await asyncio.to_thread(get, f"{spans}?{more}", spans)
+        spans = status.removesuffix("/status") + "/spans"
+        return await asyncio.to_thread(get, spans, f"{token}&{urlencode(question)}")
 
-    def get(url: str, where: str) -> bytes:
+    def get(where: str, query: str) -> bytes:
         try:
-            with opener.open(url, timeout=ANSWERS_WITHIN_S) as answer:
+            with opener.open(f"{where}?{query}", timeout=ANSWERS_WITHIN_S) as answer:
                 body: bytes = answer.read()
                 return body
         except urllib.error.HTTPError as exc:
@@ -202,4 +201,4 @@ def reader_of_url(url: str) -> StatusReader:
                 f"{where} does not answer: {exc}", hint="has the program ended?"
             ) from exc
 
-    return StatusReader(where, ask_url)
+    return StatusReader(status, ask_url)
