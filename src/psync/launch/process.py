@@ -357,10 +357,8 @@ def fill_standard_streams() -> None:
 
     Or the next socket would get the number of one of them, and with it what somebody prints.
     """
-    fd = os.open(os.devnull, os.O_RDWR)
-    while fd <= 2:
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
-        fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
 
 

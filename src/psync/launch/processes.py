@@ -238,8 +238,7 @@ class ProcessGroup:
         Who connects to it then is refused, and does not wait for an answer.
         """
         for listening in (self._listeners, self._doors):
-            listener = listening.pop((job, index), None)
-            if listener is not None:
+            if (listener := listening.pop((job, index), None)) is not None:
                 listener.close()
 
     async def add_task(self, job: str, index: int, *, port: int = 0) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError
+from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError, os_errors
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.net.shielding import end_all
@@ -267,13 +267,10 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     if named is not None and (os.sep in named or named.endswith(SUFFIX)):
         return read_run(Path(named))
     directory = directory_of_runs() if directory is None else directory
-    try:
+    runs: list[tuple[Path, Run]] = []
+    with os_errors(str(directory)), contextlib.suppress(FileNotFoundError):
         _check_private(directory)  # what somebody else has put there is not this user's run
         runs = runs_in(directory)
-    except FileNotFoundError:
-        runs = []
-    except OSError as exc:
-        raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
     running = [(path.stem, run) for path, run in runs if not has_ended(run)]
     meant = [
         run

@@ -432,14 +432,13 @@ class Recorder:
         log: Where they are written; None: nowhere.
 
     Attributes:
-        newest: The newest status; None: there was none yet.
+        history: The statuses, so far as the dashboard shows them.
     """
 
     def __init__(self, source: ClusterSource, log: RunLog | None = None) -> None:
         self._source = source
         self._log = log
-        self._history = page.History()
-        self.newest: Status | None = None
+        self.history = page.History()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
 
@@ -456,20 +455,14 @@ class Recorder:
             self._source.asks_workers -= 1
             await asyncio.wait((task,))
 
-    def add(self, status: Status) -> None:
-        """Show a status."""
-        self.newest = status
-        self._history.add(status)
-
     async def view(self, span: str, time: float | None) -> str:
         """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
-        if self.newest is None:
-            return "{}"
-        return page.to_json(page.view_of(self._history.moments, self._history.series(span)))
+        moments = self.history.moments
+        return page.to_json(page.view_of(moments, self.history.series(span))) if moments else "{}"
 
     async def status(self, time: float | None) -> Status | None:
-        """Return the newest status. Cancellation: safe."""
-        return self.newest
+        """Return the newest status; None before the first one. Cancellation: safe."""
+        return self.history.moments[-1] if self.history.moments else None
 
     async def _run(self) -> None:
         fails = is_last = False
@@ -477,7 +470,7 @@ class Recorder:
             is_last = self._closing.is_set()
             try:
                 status = await self._source.status()
-                self.add(status)
+                self.history.add(status)
                 if self._log is not None:
                     await asyncio.to_thread(self._log.add, status)
                 fails = False
