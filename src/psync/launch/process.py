@@ -426,15 +426,10 @@ class LineForwarder:
         if len(rest) > MAX_LINE_CHARS or (rest and is_last):
             lines, rest = [*lines, rest], ""
         self._rest = rest
-        pieces = [
-            f"{self._prefix}{line[start : start + MAX_LINE_CHARS]}\n"
-            for line in lines
-            for start in range(0, max(len(line), 1), MAX_LINE_CHARS)  # an empty line is a line
-        ]
-        if not pieces or self._sink is None:
+        if not lines or self._sink is None:
             return
         try:
-            self._sink("".join(pieces))
+            self._sink("".join(f"{self._prefix}{line}\n" for line in lines))
         except (BrokenPipeError, ValueError):  # nobody reads it; a closed file
             self._sink = None
         except OSError as exc:  # no space left: there may be some later
