@@ -42,7 +42,7 @@ from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
 from psync.api.datasets import PerWorkerIterator as AsyncPerWorkerIterator
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.watch import Event, RollbackEvent
-from psync.client.context import program_waits, result_of, wait
+from psync.client.context import program_waits, wait
 from psync.errors import UsageError, check_fits
 from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
@@ -99,33 +99,29 @@ class _Waits:
                 f"wait expected an awaitable, got {type(awaitable).__name__}",
                 hint="psync.blocking needs no wait: its methods return values",
             )
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        task: asyncio.Task[Any] | None = None
 
-        def begin() -> None:
-            self._task = task = self._loop.create_task(result_of(awaitable))
-            task.add_done_callback(ended)
+        async def waited() -> T:
+            nonlocal task
+            self._task = task = asyncio.current_task()
             if self._interrupts:
                 self.interrupt()
+                await asyncio.sleep(0)
+            try:
+                return await awaitable
+            finally:
+                self._task = None if self._task is task else self._task
 
-        def ended(task: asyncio.Task[T]) -> None:
-            self._task = None if self._task is task else self._task
-            if task.cancelled():
-                interrupted = self._interrupted is task
-                outcome.set_exception(
-                    KeyboardInterrupt() if interrupted else asyncio.CancelledError()
-                )
-            elif (error := task.exception()) is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(task.result())
-
+        outcome = asyncio.run_coroutine_threadsafe(waited(), self._loop)  # in this context
         try:
-            self._loop.call_soon_threadsafe(begin)  # in a copy of this context
             return outcome.result()
         except KeyboardInterrupt:
-            self._loop.call_soon_threadsafe(self.interrupt)
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self.interrupt)  # it has begun
             concurrent.futures.wait((outcome,))
             raise
+        except concurrent.futures.CancelledError:
+            interrupted = task is not None and self._interrupted is task
+            raise (KeyboardInterrupt if interrupted else asyncio.CancelledError) from None
 
     def interrupt(self) -> None:
         """Cancel what is waited for just now, or else next; called on the loop."""
@@ -312,13 +308,8 @@ class RemoteValue(AsyncRemoteValue[T_co]):
 class PerWorkerIterator(AsyncPerWorkerIterator[T]):
     """A ``psync.PerWorkerIterator`` with plain calls."""
 
-    def positions(self) -> dict[int, int]:  # type: ignore[override]
-        """Return the number of batches that steps have received, for each worker."""
-        return wait(super().positions())
-
-    def next_in(self, epoch: int) -> T:  # type: ignore[override]
-        """Raise, as ``next`` does outside steps; a step sees the iterator of its worker."""
-        return wait(super().next_in(epoch))
+    positions = _waiting(AsyncPerWorkerIterator.positions)  # type: ignore[arg-type]
+    next_in = _waiting(AsyncPerWorkerIterator.next_in)
 
 
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
@@ -332,11 +323,7 @@ class Visits(AsyncVisits):
     """Visits of data shards in plain calls; see ``psync.ClusterCoordinator.distribute_once``."""
 
     schedule = _on_the_loop(AsyncVisits.schedule)
-
-    def run(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Run ``fn(shard, *args, **kwargs)`` for all remaining shards of all epochs."""
-        wait(super().run(*args, **kwargs))
-
+    run = _waiting(AsyncVisits.run)  # type: ignore[arg-type]
     _look = _on_the_loop(AsyncVisits._look)
 
 
@@ -368,6 +355,7 @@ class ClusterCoordinator(_Blocking):
     Attributes:
         coordinator: The ``psync.ClusterCoordinator``; for methods that are missing here, with
             ``psync.wait``.
+        strategy: The strategy of its cluster.
 
     Example:
         with blocking.ClusterCoordinator(strategy) as coordinator:
@@ -380,13 +368,9 @@ class ClusterCoordinator(_Blocking):
     __psync_capture_hint__ = AsyncCoordinator.__psync_capture_hint__
 
     def __init__(self, strategy: ParameterServerStrategy, **options: Any) -> None:
+        self.strategy = strategy
         self.coordinator = AsyncCoordinator(strategy, **options)
         super().__init__(self.coordinator)
-
-    @property
-    def strategy(self) -> ParameterServerStrategy:
-        """The strategy of its cluster."""
-        return self.coordinator.strategy
 
     def schedule(
         self,

@@ -114,23 +114,22 @@ def is_loopback(address: str) -> bool:
     host, port = split_address(address)
     if port is None or host.lower() == "localhost":
         return True
+    ip = ip_of(host)
+    return ip is not None and (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a host that is an IP address as one; None: it is a name."""
     try:
-        ip = ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
+        return None
 
 
 def _same_place(address: str) -> tuple[str, int | None]:
     """A key that is equal for two spellings of one address."""
     host, port = split_address(address)
-    if port is None:
-        return address, None
-    try:
-        return str(ipaddress.ip_address(host)), port
-    except ValueError:
-        return host.lower(), port
+    return (address if port is None else str(ip_of(host) or host.lower())), port
 
 
 # --- the cluster -------------------------------------------------------------------------------
@@ -292,11 +291,9 @@ def _checked_index(job: str, key: object) -> int:
         raise TypeError(
             f"job {job!r}: a task index is an int or a str of digits, got {reprlib.repr(key)}"
         )
-    fits = not isinstance(key, str) or re.fullmatch(r"[0-9]{1,7}", key) is not None
-    check_fits(fits, f"job {job!r}: expected a task index", key)
-    index, expected = int(key), f"job {job!r}: expected a task index from 0 to {MAX_TASKS - 1}"
-    check_fits(0 <= index < MAX_TASKS, expected, index)
-    return index
+    fits = re.fullmatch(r"[0-9]{1,7}", str(key)) is not None and int(key) < MAX_TASKS
+    check_fits(fits, f"job {job!r}: expected a task index from 0 to {MAX_TASKS - 1}", key)
+    return int(key)
 
 
 def _checked_address(name: str, address: object) -> str:

@@ -56,6 +56,9 @@ remedy is in ``hint``, which is shown on a separate line.
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -76,15 +79,9 @@ class PsyncError(Exception):
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rebuilt without calling __init__, so that subclasses may have any signature.
-        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
-
-
-def _rebuild(cls: type[PsyncError], args: tuple[Any, ...], state: dict[str, Any]) -> PsyncError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        # Made again without calling __init__, so that subclasses may have any signature. OSError
+        # does not take its args then, so they are part of the state.
+        return copyreg.__newobj__, (type(self), *self.args), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
 
 
 class UsageError(PsyncError):
@@ -119,6 +116,20 @@ def check_fits(
     """
     if not fits:
         raise error(f"{expected}, got {value!r}", hint=hint)
+
+
+@contextlib.contextmanager
+def os_errors(what: str, hint: str | None = None) -> Iterator[None]:
+    """Return a context in which an OSError is raised as a ConfigurationError.
+
+    Args:
+        what: Begins the message; the reason of the operating system follows.
+        hint: Remedy, or None.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigurationError(f"{what}: {exc.strerror or exc}", hint=hint) from exc
 
 
 class DuplicateTaskError(ConfigurationError, KeyError):
@@ -291,9 +302,8 @@ class RuleError(RemoteError):
             message: Likewise.
             traceback_text: Likewise.
         """
-        super().__init__(task, type_name, message, traceback_text)
-        self.message = f"{what} raised {type_name} on {task}: {message}"
-        self.args = (self.message,)
+        super().__init__(task, f"{what} raised {type_name}", message, traceback_text)
+        self.type_name = type_name
 
 
 class ClosureError(PsyncError):

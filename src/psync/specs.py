@@ -6,6 +6,7 @@ Frozen values that travel between tasks; no behaviour beyond validation.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import operator
 import sys
@@ -27,9 +28,6 @@ DTYPE_NAMES = (
     "bool",
 )  # fmt: skip
 """The dtypes of variables, by name: what the wire and checkpoints carry."""
-
-
-_NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_NAMES if name != "bfloat16"}
 
 
 STEP_BITS = 44
@@ -159,23 +157,23 @@ def check_not_masked(value: object) -> None:
         )
 
 
+@functools.cache
 def dtype_of(name: str) -> np.dtype:
     """Return the numpy dtype called ``name``, little endian.
 
     Raises:
         PartitionError: If psync has no variables of that dtype.
     """
-    known = _NUMPY_DTYPES.get(name)
-    if known is not None:
-        return known
     if name not in DTYPE_NAMES:
         raise PartitionError(
             f"dtype {name!r} is not supported", hint=f"use one of {', '.join(DTYPE_NAMES)}"
         )
-    import ml_dtypes  # here: most programs need none of it
+    if name == "bfloat16":
+        import ml_dtypes  # here: most programs need none of it
 
-    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return bfloat16
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return np.dtype(name)
 
 
 def dtype_name(dtype: object) -> str:

@@ -13,7 +13,6 @@ import pytest
 
 from live_program import PSYNC, program
 from psync import Status
-from psync.status.run_files import read_run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--workers", "2", "--metrics-port", "0"]
@@ -46,7 +45,8 @@ def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
         assert "train_step" in table
         (file,) = Path(environ["XDG_RUNTIME_DIR"], "psync").glob("*.json")
         assert top(environ, str(file), "--once").returncode == 0
-        with urllib.request.urlopen(f"{read_run(file).metrics}/metrics") as answer:
+        url = run.wait_for_error(", status at ").partition("metrics at ")[2].partition(",")[0]
+        with urllib.request.urlopen(url) as answer:
             assert b'psync_ps_bytes{task="/job:ps/task:0"} 4000.0' in answer.read()
         assert run.end()[0] == 0
     ended = top(environ, "--once")

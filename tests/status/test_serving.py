@@ -136,7 +136,7 @@ async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
 async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
     async with serving_of():
         run = dataclasses.replace(chosen_run(), token="0" * 64)
-        with pytest.raises(RemoteProtocolError, match="the token is not that of this run"):
+        with pytest.raises(ConfigurationError, match="refuses: the token is not that of this run"):
             await reader_of_run(run).read()
 
 
@@ -156,15 +156,15 @@ async def test_what_is_no_question_is_refused(
 async def test_a_run_that_does_not_answer_is_named(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
     source = Source()
     async with serving_of(source):
         reader = reader_of_run(chosen_run())
+        monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
         source.answer = None
         with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
-            await reader.read()
+            await reader_of_run(chosen_run()).read()
         source.answer = ValueError("a bug")
-        with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
+        with pytest.raises(ConfigurationError, match=r"refuses: .*a bug"):
             await reader.read()
 
 

@@ -181,8 +181,8 @@ def test_malformed_cluster_names_the_place() -> None:
     for cluster, message in [
         ({"": []}, f"job name '': {no_job}"),
         ({"a/b": []}, f"job name 'a/b': {no_job}"),
-        ({"ps": {"one": "a:1"}}, "job 'ps': expected a task index, got 'one'"),
-        ({"ps": {"-1": "a:1"}}, "job 'ps': expected a task index, got '-1'"),
+        ({"ps": {"one": "a:1"}}, f"{no_index} 'one'"),
+        ({"ps": {"-1": "a:1"}}, f"{no_index} '-1'"),
         ({"ps": {-1: "a:1"}}, f"{no_index} -1"),
         ({"ps": {MAX_TASKS: "a:1"}}, f"{no_index} 1048576"),
         ({"ps": {1: "a:1", "1": "b:1"}}, "/job:ps/task:1 is listed twice"),

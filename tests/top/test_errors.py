@@ -20,9 +20,8 @@ from psync.wire.remote_errors import exception_of, failure_of
 TREE = {
     name: cls
     for name, cls in vars(errors).items()
-    if name != "Any"
-    and isinstance(cls, type)
-    and cls.__name__ == name  # earlier names are the same classes
+    if isinstance(cls, type)
+    and (cls.__module__, cls.__name__) == (errors.__name__, name)  # not an earlier name
 }
 MADE = {
     TaskLost: lambda cls: cls("/job:ps/task:0", "is gone", hint="start it"),

@@ -18,7 +18,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ from psync.errors import (
     AuthenticationError,
     CheckpointError,
     ConfigurationError,
+    ConnectFailed,
     DeadlineExceeded,
     ProtocolError,
     PsyncError,
@@ -59,7 +60,6 @@ RUN_LOG = b'{"psync_run_log"'
 # Types of options and arguments.
 A_CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 A_FILE = click.Path(dir_okay=False)
-A_FOLDER = click.Path(file_okay=False, path_type=Path)
 FROM_0 = click.IntRange(min=0)
 FROM_1 = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -234,21 +234,18 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     return run_loop(lambda: _show(run, once or not sys.stdout.isatty(), as_json, interval))
 
 
-@contextlib.asynccontextmanager
-async def reading_of(run: str | None) -> AsyncIterator[StatusReader]:
-    """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too.
+def reader_of(run: str | None) -> StatusReader:
+    """Return what asks a run; see ``chosen_run``. It may be a URL, too.
 
     Raises:
-        ConfigurationError: It cannot be asked, or does not answer.
+        ConfigurationError: There is no such run, or there are several.
     """
     from psync.status.run_files import chosen_run
     from psync.status.serving import reader_of_run, reader_of_url
 
-    try:
-        is_url = (run or "").startswith(("http://", "https://"))
-        yield reader_of_url(run or "") if is_url else reader_of_run(chosen_run(run))
-    except (ProtocolError, DeadlineExceeded) as exc:
-        raise ConfigurationError(exc.message, hint=exc.hint) from exc
+    if run is not None and run.startswith(("http://", "https://")):
+        return reader_of_url(run)
+    return reader_of_run(chosen_run(run))
 
 
 async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> int:
@@ -256,13 +253,13 @@ async def _show(path: str | None, once: bool, as_json: bool, interval: float) ->
 
     from psync.cli.status_tables import tables_of
 
-    async with reading_of(path) as reader:
-        await reader.read()  # rates are counted from here on, if nobody has asked for a while
-        if not once:
-            await _follow(reader, Console(), interval)
-            return 0
-        await asyncio.sleep(FIRST_WINDOW_S)
-        status = await reader.read()
+    reader = reader_of(path)
+    await reader.read()  # rates are counted from here on, if nobody has asked for a while
+    if not once:
+        await _follow(reader, Console(), interval)
+        return 0
+    await asyncio.sleep(FIRST_WINDOW_S)
+    status = await reader.read()
     if as_json:
         click.echo(status.to_json())
     else:
@@ -329,16 +326,15 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
     from psync.net.trace import tracing
 
-    loop = asyncio.get_running_loop()
-    async with reading_of(path) as reader:
-        status = await reader.read()
-        async with tracing(reader.read_spans, status.program, out) as traced:
-            loop.add_signal_handler(signal.SIGINT, traced.ended.set)
-            click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await traced.ended.wait()
-            loop.remove_signal_handler(signal.SIGINT)
+    loop, reader = asyncio.get_running_loop(), reader_of(path)
+    status = await reader.read()
+    async with tracing(reader.read_spans, status.program, out) as traced:
+        loop.add_signal_handler(signal.SIGINT, traced.ended.set)
+        click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await traced.ended.wait()
+        loop.remove_signal_handler(signal.SIGINT)
     return traced
 
 
@@ -409,6 +405,11 @@ F = TypeVar("F", bound=Callable[..., object])
 
 USAGE_ERROR = 2  # exit code, as everywhere
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
+
+SETUP_ERRORS = (
+    ConfigurationError, AuthenticationError, ConnectFailed, DeadlineExceeded, ProtocolError,
+)  # fmt: skip
+"""Errors that are told in a line, since what is wrong is the command or what it speaks to."""
 
 PROBE = "/job:probe/task:0"
 """The name under which ``health`` speaks to the task; no cluster has such a job."""
@@ -736,11 +737,8 @@ def join(
     from psync.launch import tasks
 
     load_plugins(tasks.JOINING)
-    try:
-        joining = partial(tasks.join, chief, listen, chief_timeout=chief_timeout)
-        return run_loop(joining, terminated_code=0)
-    except tasks.SETUP_ERRORS as error:
-        raise ConfigurationError(error.message, hint=error.hint) from error
+    joining = partial(tasks.join, chief, listen, chief_timeout=chief_timeout)
+    return run_loop(joining, terminated_code=0)
 
 
 @psync.command()
@@ -847,10 +845,8 @@ def health(timeout: float) -> int:
 
     try:
         asyncio.run(knock())
-    except ConfigurationError:
+    except (ConfigurationError, AuthenticationError, VersionMismatch):
         raise
-    except (AuthenticationError, VersionMismatch) as error:
-        raise ConfigurationError(error.message, hint=error.hint) from error
     except (PsyncError, TimeoutError) as error:
         why = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else error
         click.echo(f"psync: {own.name} at {own.address}: {why}", err=True)
@@ -870,7 +866,7 @@ def certs() -> None:
 
 
 @certs.command("new")
-@click.option("--out", type=A_FOLDER, default=Path("certs"))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("certs"))
 @click.option("--hosts", multiple=True, metavar="HOST[,HOST…]")
 @click.option("--days", type=click.IntRange(min=1, max=36_500), default=365)
 def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
@@ -916,7 +912,7 @@ def main(args: Sequence[str] | None = None) -> int:
         of_run = isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run
         hint = " Options of the script go after --." if of_run else ""  # click cannot know that
         code = _fail(error.format_message() + hint)
-    except ConfigurationError as error:
+    except SETUP_ERRORS as error:
         code = _fail(str(error))
     except TrainingEnded as error:
         code = _fail(str(error), FAILED)

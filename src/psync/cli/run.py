@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.scaling import changes
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import ConfigurationError
 from psync.launch import processes
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.process import release_blocked_output, say
@@ -513,8 +513,8 @@ async def scaled_on_request(
             with contextlib.suppress(OSError):
                 directory = _directory(environ)
                 run_files.make_directory(directory.parent)
-                run = run_files.new_run(directory, program)
-                await stack.enter_async_context(run_files.answering(run, answer))
+                answering = run_files.answering(directory, program, answer)
+                await stack.enter_async_context(answering)
         yield
 
 
@@ -533,11 +533,7 @@ def ask_to_scale(named: str | None, workers: int) -> str:
         ConfigurationError: There is no such run, it is unreachable, or it refuses.
     """
     asked = _launched(named)
-    try:
-        said = asyncio.run(run_files.ask(asked, workers=workers)).decode()
-    except RemoteProtocolError as exc:
-        raise ConfigurationError(f"{asked}: {exc.message}") from exc
-    return f"{asked}: {said}"
+    return f"{asked}: {asyncio.run(run_files.ask(asked, workers=workers)).decode()}"
 
 
 def _launched(named: str | None) -> run_files.Run:

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -38,7 +39,7 @@ from psync.launch.processes import (
 from psync.launch.tasks import Door, make_task, tell_to_end
 from psync.net import certificates
 from psync.net.certificates import TLS_VARIABLES
-from psync.net.environment import network_of, newest_incarnation
+from psync.net.environment import network_of
 from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.secret import Secret, load_secret, mint_secret
@@ -313,7 +314,7 @@ class TaskCluster(ABC):
     async def _change_to(self, workforce: Workforce, number: int) -> Collection[asyncio.Task[None]]:
         async with self._changing:
             while True:
-                known, present = self._addresses["worker"], self._present()
+                present = self._present()
                 come, leave = changes(present, self._leaving, number)
                 try:
                     if come:
@@ -323,15 +324,14 @@ class TaskCluster(ABC):
                     if not self._leaving:
                         raise
                     await asyncio.wait(self._leaving.values())  # their places become free
-            started: dict[tuple[str, int], str] = {}
+            known = self._addresses["worker"]
+            workers = self._addresses["worker"] = {index: known[index] for index in present}
             try:
-                await self._start_tasks([("worker", index) for index in come], started)
+                await self._start_tasks([("worker", index) for index in come])
             finally:
-                added = {index: address for (_, index), address in started.items()}
-                there = {**{index: known[index] for index in present}, **added}
+                added = {index: workers[index] for index in come if index in workers}
                 for index in leave:
-                    del there[index]
-                self._addresses["worker"] = dict(sorted(there.items()))
+                    del workers[index]
                 self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
                 moving = workforce.change(added, leave)
                 for index in leave:
@@ -355,21 +355,16 @@ class TaskCluster(ABC):
         resources.push_async_callback(self._end_changes)
         await self._host.check(self._counts["worker"])
         tasks = [(job, index) for job, count in self._counts.items() for index in range(count)]
-        started: dict[tuple[str, int], str] = {}
-        await self._start_tasks(tasks, started)
-        for job, index in tasks:
-            self._addresses[job][index] = started[job, index]
+        await self._start_tasks(tasks)
         self._resolver = LaunchedClusterResolver(self._host.platform)
         self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
         await self._host.open()
 
-    async def _start_tasks(
-        self, tasks: Sequence[tuple[str, int]], started: dict[tuple[str, int], str]
-    ) -> None:
+    async def _start_tasks(self, tasks: Sequence[tuple[str, int]]) -> None:
         """Start tasks side by side; note the address of each that was, also if others fail."""
 
         async def start(job: str, index: int) -> None:
-            started[job, index] = await self._host.start(job, index)
+            self._addresses[job][index] = await self._host.start(job, index)
 
         starting = [start(job, index) for job, index in tasks]
         for result in await asyncio.gather(*starting, return_exceptions=True):
@@ -406,13 +401,11 @@ class TasksHere(Host):
         )  # fmt: skip
         self._resources = resources
         self._tasks: dict[tuple[str, int], PsTask | WorkerTask] = {}
-        self._addresses: set[str] = set()  # of all there ever were
+        self._starts = Counter[tuple[str, int]]()
 
     async def start(self, job: str, index: int) -> str:
-        # A second worker of one index is not where the first one was.
-        places = (f"{job}-{index}:{port}" for port in itertools.count(1))
-        address = next(place for place in places if place not in self._addresses)
-        self._addresses.add(address)
+        self._starts[job, index] += 1  # a second worker of one index is not where the first one was
+        address = f"{job}-{index}:{self._starts[job, index]}"
         platform = dataclasses.replace(self.platform, memory=SharedMemory())  # a task has its own
         task = self._tasks[job, index] = make_task(platform, job, index, address)
         await task.start()
@@ -485,11 +478,7 @@ class TasksInProcesses(Host):
             return
         joined: dict[str, str] = {}
         began = self.platform.new_incarnation()
-
-        async def end() -> None:
-            await tell_to_end(self.platform, newest_incarnation() or began, joined)
-
-        self.resources.push_async_callback(end)
+        self.resources.push_async_callback(tell_to_end, self.platform, began, joined)
         door = Door(self.platform, self.chief, self.platform.workforce, joined)
         await self.resources.enter_async_context(door)
 

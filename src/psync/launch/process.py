@@ -62,37 +62,32 @@ def run_loop(
     Raises:
         SystemExit: After a signal.
     """
-    ended_by = 0  # the signal
+    came: list[int] = []  # signals
     programs: dict[int, Any] = {signum: signal.getsignal(signum) for signum in _HANDLED}
     report_on_signal()
-    heard = 0  # of the signals that came
 
     async def body() -> T:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
 
-        def terminate() -> None:
-            nonlocal heard
-            heard += 1
-            if heard == 1 and _first_words is not None:
+        def terminate(is_first: bool, heard: threading.Event) -> None:
+            heard.set()
+            if is_first and _first_words is not None:
                 _first_words()
             elif last_words is not None and last_words.is_set():
                 loop.call_later(LAST_WORDS_S, task.cancel)
             else:
                 task.cancel()
 
-        came = 0
-
         def on_signal(signum: int, frame: object) -> None:
-            nonlocal came, ended_by
-            came += 1
-            ended_by = signum
+            came.append(signum)
             release_blocked_output(signum, frame)
-            loop.call_soon_threadsafe(terminate)
+            heard = threading.Event()
+            loop.call_soon_threadsafe(terminate, len(came) == 1, heard)
             if _first_words is not None:
-                watcher = threading.Thread(target=_watch, args=(lambda: heard, came), daemon=True)
-                watcher.start()
+                watched = heard, len(came)
+                threading.Thread(target=_watch, args=watched, daemon=True).start()
 
         # Not the loop's own handlers: those are not called while a step computes on the loop.
         signals = [signal.SIGTERM]
@@ -115,13 +110,13 @@ def run_loop(
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except asyncio.CancelledError:
-        if ended_by:
-            sys.exit(0 if terminated_code == 0 else 128 + ended_by)
+        if came:
+            sys.exit(0 if terminated_code == 0 else 128 + came[-1])
         raise
     finally:
-        if ended_by and callable(handler := programs[ended_by]):
+        if came and callable(handler := programs[came[-1]]):
             with contextlib.suppress(*() if terminated_code is None else (SystemExit,)):
-                handler(ended_by, None)
+                handler(came[-1], None)
 
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -185,10 +180,9 @@ def asked_first(begin_to_end: Callable[[], None]) -> Iterator[None]:
         _first_words = None
 
 
-def _watch(heard: Callable[[], int], came: int) -> None:
+def _watch(heard: threading.Event, came: int) -> None:
     """Say, or do, what the loop does not come to. Runs in a thread of its own."""
-    time.sleep(BUSY_S)
-    if heard() >= came:
+    if heard.wait(BUSY_S):
         return
     if came == 1:
         logger.info("SIGTERM waits for a computation on the event loop; a second SIGTERM ends it")
@@ -206,13 +200,12 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """
     name = os.environ.get("PSYNC_LOOP", "uvloop")
     check_fits(name in ("uvloop", "asyncio"), "PSYNC_LOOP: expected uvloop or asyncio", name)
-    if name == "asyncio":
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        if name == "uvloop":
+            import uvloop
+
+            factory = uvloop.new_event_loop
     return factory
 
 
@@ -364,10 +357,8 @@ def fill_standard_streams() -> None:
 
     Or the next socket would get the number of one of them, and with it what somebody prints.
     """
-    fd = os.open(os.devnull, os.O_RDWR)
-    while fd <= 2:
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
-        fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
 
 
@@ -435,15 +426,10 @@ class LineForwarder:
         if len(rest) > MAX_LINE_CHARS or (rest and is_last):
             lines, rest = [*lines, rest], ""
         self._rest = rest
-        pieces = [
-            f"{self._prefix}{line[start : start + MAX_LINE_CHARS]}\n"
-            for line in lines
-            for start in range(0, max(len(line), 1), MAX_LINE_CHARS)  # an empty line is a line
-        ]
-        if not pieces or self._sink is None:
+        if not lines or self._sink is None:
             return
         try:
-            self._sink("".join(pieces))
+            self._sink("".join(f"{self._prefix}{line}\n" for line in lines))
         except (BrokenPipeError, ValueError):  # nobody reads it; a closed file
             self._sink = None
         except OSError as exc:  # no space left: there may be some later

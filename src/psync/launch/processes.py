@@ -59,19 +59,16 @@ class RestartPolicy:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
         self.at_most = f"at most {limit} times a minute"
         self.exceeded = f"{limit + 1} deaths within a minute" if limit else "restarts are off"
-        self._restarts: deque[float] = deque()  # those of the last minute, in order
+        self._restarts: deque[float] = deque(maxlen=limit)  # the newest, in order
 
     def allow(self) -> bool:
         """Whether the task may be started again now; a yes is counted."""
-        now = asyncio.get_running_loop().time()
-        while self._restarts and now - self._restarts[0] >= 60.0:
-            self._restarts.popleft()
-        if len(self._restarts) >= self.limit:
+        now, known = asyncio.get_running_loop().time(), self._restarts
+        if len(known) == known.maxlen and not (known and now - known[0] >= 60.0):
             return False
-        self._restarts.append(now)
+        known.append(now)  # the oldest goes
         return True
 
 
@@ -104,7 +101,7 @@ class ProcessGroup:
         jobs: Mapping[str, int],
         *,
         secret: str | None = None,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] = os.environ,
         out: Sink = write_stdout,
         err: Sink = write_stderr,
         host: str = "127.0.0.1",
@@ -113,7 +110,7 @@ class ProcessGroup:
         self._host = host
         self.err = err
         self.cluster: dict[str, list[str]] = {job: [] for job in jobs}
-        self._environ = {**TUNING, **(os.environ if environ is None else environ)}
+        self._environ = {**TUNING, **environ}
         if secret is not None:
             self._environ["PSYNC_SECRET"] = secret
         self._listeners: dict[tuple[str, int], Any] = {}  # what has an address, until closed
@@ -175,15 +172,12 @@ class ProcessGroup:
             pass_fds: Further descriptors that it inherits, under the same numbers.
 
         Raises:
-            ConfigurationError: If the group has no such task.
+            KeyError: If the group has no such task, or has abandoned it.
             BusyError: If it is running.
             ClosedError: If the group is being stopped.
             OSError: If the program cannot be started.
         """
         name = f"{job}-{index}"
-        if (job, index) not in self._listeners:
-            counts = ", ".join(f"{len(a)} {job}" for job, a in self.cluster.items())
-            raise ConfigurationError(f"expected a task of the cluster ({counts}), got {name}")
         if self._stopping:
             raise ClosedError(f"cannot start {name}: the process group is being stopped")
         process = self.processes.get(name)
@@ -244,8 +238,7 @@ class ProcessGroup:
         Who connects to it then is refused, and does not wait for an answer.
         """
         for listening in (self._listeners, self._doors):
-            listener = listening.pop((job, index), None)
-            if listener is not None:
+            if (listener := listening.pop((job, index), None)) is not None:
                 listener.close()
 
     async def add_task(self, job: str, index: int, *, port: int = 0) -> str:

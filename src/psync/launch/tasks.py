@@ -27,6 +27,7 @@ from psync.errors import (
     TrainingEnded,
     TransportError,
     UsageError,
+    os_errors,
 )
 from psync.launch import process
 from psync.launch.plugins import load_plugins, users_frame
@@ -309,13 +310,10 @@ async def _evaluate(
 
 def _exit(error: PsyncError, code: int) -> NoReturn:
     """Say what is wrong, and where the program met it, and exit."""
-    lines = [f"psync: error: {error.message}"]
-    if error.hint:
-        lines.append(f"hint: {error.hint}")
-    frame = users_frame(error)
+    text, frame = f"psync: error: {error}", users_frame(error)
     if frame is not None and frame.name != "<module>":  # that one only calls run()
-        lines.append(f"at {frame.filename}:{frame.lineno}, in {frame.name}")
-    print(*lines, sep="\n", file=sys.stderr)
+        text += f"\nat {frame.filename}:{frame.lineno}, in {frame.name}"
+    print(text, file=sys.stderr)
     sys.exit(code)
 
 
@@ -350,12 +348,12 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
         logger.debug("nobody was told to exit: %s", exc)
         return
     tasks = own.addresses_of(jobs) | (environment.added_workers.get() or {})
-    await tell_to_end(platform, environment.newest_incarnation() or began, tasks)
+    await tell_to_end(platform, began, tasks)
 
 
-async def tell_to_end(platform: Platform, incarnation: int, tasks: Mapping[str, str]) -> None:
-    """Tell tasks, given by name and address, that training is over."""
-    endpoint = Endpoint(platform, CHIEF, incarnation, {})
+async def tell_to_end(platform: Platform, began: int, tasks: Mapping[str, str]) -> None:
+    """Tell tasks, given by name and address, that training is over; ``began`` as above."""
+    endpoint = Endpoint(platform, CHIEF, environment.newest_incarnation() or began, {})
 
     async def tell(name: str, address: str) -> None:
         with contextlib.suppress(TimeoutError):
@@ -561,7 +559,7 @@ class Membership:
         self._chief = chief
         self._address = address
         self.index = -1
-        self._peer: Connection | None = None
+        self._peer: Connection  # the newest, once it has joined
 
     async def begin(self) -> None:
         """Join the cluster.
@@ -573,14 +571,14 @@ class Membership:
             ConfigurationError: The chief refuses this worker.
         """
         try:
-            self._peer = await self._endpoint.connect(self._chief, CHIEF)
+            peer = await self._endpoint.connect(self._chief, CHIEF)
         except ConnectFailed as exc:
             raise ConnectFailed(
                 exc.message,
                 hint="is the program running, and is this the address of its chief? Workers can "
                 "join only while it runs, and only if it ends in psync.run(main)",
             ) from exc
-        await self._ask(self._peer)
+        await self._ask(peer)
 
     async def _ask(self, peer: Connection) -> None:
         received = (await peer.call(JoinCluster(self._address, self.index, process.PYTHON))).message
@@ -594,7 +592,7 @@ class Membership:
                 "has its index",
                 hint="restart it: it joins as a new worker",
             )
-        self.index = received.value
+        self._peer, self.index = peer, received.value
 
     async def keep(self) -> NoReturn:
         """Come back to the door whenever the connection is lost, until cancelled.
@@ -603,19 +601,16 @@ class Membership:
             PsyncError: The chief does not want this worker any more.
         """
         while True:
-            assert self._peer is not None, "it has begun"
             await self._peer.wait_closed()
             logger.debug("the connection to the door of %s is lost", self._chief)
-            self._peer = await self._endpoint.connect_retrying(
-                self._chief, CHIEF, level=logging.INFO
-            )
+            peer = await self._endpoint.connect_retrying(self._chief, CHIEF, level=logging.INFO)
             with contextlib.suppress(TransportError):
-                await self._ask(self._peer)
+                await self._ask(peer)
 
     async def end(self) -> None:
         """Say that this worker has left, and close. Cancellation: the chief misses it."""
         try:
-            if self._peer is not None and self._peer.is_open:
+            if self.index >= 0 and self._peer.is_open:
                 async with asyncio.timeout(SAY_GOODBYE_S):
                     await self._peer.call(LeaveCluster("it has left"))
         except (TimeoutError, PsyncError) as exc:
@@ -638,27 +633,12 @@ def listen_towards(chief: str, listen: str) -> tuple[socket.socket, str]:
         host, port = split_address(listen if ":" in listen else f"{listen}:0")
     else:
         port = 0
-        try:
+        with os_errors(f"{chief} is unreachable"):
             host, _ = interface_towards(chief_host, chief_port)
-        except OSError as exc:
-            raise ConfigurationError(f"{chief} is unreachable: {exc.strerror or exc}") from exc
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
+    with os_errors(f"this worker cannot listen on {listen or host}"):
         listener = socket.create_server((host, port or 0), family=family, backlog=BACKLOG)
-    except OSError as exc:
-        raise ConfigurationError(
-            f"this worker cannot listen on {listen or host}: {exc.strerror or exc}"
-        ) from exc
     return listener, join_address(host, listener.getsockname()[1])
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A worker that has joined."""
-
-    address: str
-    peer: Connection  # its newest connection
-    forgetting: asyncio.TimerHandle | None = None  # while it is missed
 
 
 class Door:
@@ -680,7 +660,7 @@ class Door:
         self._address = address
         self._workforce = workforce
         self._added = added
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, tuple[str, Connection]] = {}  # address, newest connection
         self._next = FIRST_JOINED
         self._endpoint = Endpoint(
             platform, CHIEF, platform.new_incarnation(),
@@ -691,9 +671,6 @@ class Door:
         await self._endpoint.listen(self._address)
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for member in self._members.values():
-            if member.forgetting is not None:
-                member.forgetting.cancel()
         self._members.clear()
         await self._endpoint.close()
 
@@ -706,13 +683,12 @@ class Door:
                 hint="start the worker with the same Python version as the chief",
             )
         split_address(message.address)  # is it one?
-        index, known = message.index, self._members.get(message.index)
-        if index < FIRST_JOINED or (known is not None and known.address != message.address):
-            index, known = self._next, None
+        index = message.index
+        known_at, _ = self._members.get(index, (message.address, peer))
+        if index < FIRST_JOINED or known_at != message.address:
+            index = self._next
         self._next = max(self._next, index + 1)
-        if known is not None and known.forgetting is not None:
-            known.forgetting.cancel()
-        self._members[index] = _Member(message.address, peer)
+        self._members[index] = message.address, peer
         peer.on_closed.append(lambda _: self._miss(index, peer))
         name = task_name("worker", index)
         logger.info("%s joins, from %s", name, message.address)
@@ -721,20 +697,18 @@ class Door:
         request.answer(Number(index))
 
     def _leave(self, request: Request[LeaveCluster]) -> None:
-        peer, message = request.peer, request.message
-        for index, member in list(self._members.items()):
-            if member.peer is peer:
-                self._forget(index, message.reason)
+        for index in list(self._members):
+            self._forget(index, request.peer, request.message.reason)
         request.answer(Done())
 
     def _miss(self, index: int, peer: Connection) -> None:
-        member = self._members.get(index)
-        if member is not None and member.peer is peer:
-            loop = asyncio.get_running_loop()
-            why = f"it was lost {FORGET_AFTER_S:g} s ago"
-            member.forgetting = loop.call_later(FORGET_AFTER_S, self._forget, index, why)
+        why = f"it was lost {FORGET_AFTER_S:g} s ago"
+        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, index, peer, why)
 
-    def _forget(self, index: int, reason: str) -> None:
+    def _forget(self, index: int, peer: Connection, reason: str) -> None:
+        """Forget a member, unless it has come back over another connection."""
+        if self._members.get(index, ("", None))[1] is not peer:
+            return
         del self._members[index]
         name = task_name("worker", index)
         logger.info("%s is no longer a worker of the cluster: %s", name, reason)

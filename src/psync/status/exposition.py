@@ -21,6 +21,8 @@ WORKER_STATES = (
     "connecting", "idle", "busy", "waiting", "leaving", "set aside", "lost", "left", "given up",
 )  # fmt: skip
 PS_STATES = ("unconnected", "connected", "silent", "broken", "lost")
+ENDS = ("finished", "failed", "exhausted", "cancelled")
+"""Of closures."""
 
 
 class _Metrics:
@@ -61,10 +63,7 @@ def exposition(status: Status) -> str:
     add("up_seconds", "Seconds since the coordinator began.", status.uptime_s)
     now = {"queued": queue.queued, "in_flight": queue.in_flight, "waiting": queue.waiting}
     add_by("state", "closures_open", "Closures that have not ended, by where they are.", now)
-    ended = {
-        "finished": queue.finished, "failed": queue.failed, "exhausted": queue.exhausted,
-        "cancelled": queue.cancelled,
-    }  # fmt: skip
+    ended = {end: getattr(queue, end) for end in ENDS}
     add_by("end", "closures_total", "Closures that have ended, by how.", ended)
     add("closures_again_total", "Closures put back: their worker was gone.", queue.put_back)
     add("global_step", "Steps of training.", steps.global_step)

@@ -18,7 +18,6 @@ import contextlib
 import errno
 import hmac
 import importlib.util
-import ipaddress
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.cluster import is_loopback, join_address, split_address
+from psync.cluster import ip_of, is_loopback, join_address, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import number_in, random_hex
@@ -132,13 +131,8 @@ def is_allowed_host(header: str | None, names: Collection[str] = ()) -> bool:
     name, colon, port = host.rpartition(":")
     if colon and port.isdecimal() and not (":" in name and name[:1] != "["):
         host = name
-    if host == "localhost" or host in names:
-        return True
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
+    is_known = host == "localhost" or host in names
+    return is_known or ip_of(host.removeprefix("[").removesuffix("]")) is not None
 
 
 def is_token(given: str | None, token: str) -> bool:

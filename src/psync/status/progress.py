@@ -41,7 +41,6 @@ class Progress:
         self._bar: Any = None
         self._ended: list[str] = []  # lines that a notebook shows above
         self._shown: Any = None  # in a notebook; None until there is something
-        self._newest: tuple[int, str] | None = None
 
     def begin(self, what: str, total: int) -> None:
         """A piece of work begins."""
@@ -92,9 +91,6 @@ class Progress:
 
     def _show(self, now: str = "", share: float = 0.0) -> None:
         """Show lines in a notebook, and below them one that has done its share, from 0 to 1."""
-        if self._newest == (newest := (len(self._ended), now)):
-            return
-        self._newest = newest
         parts = [f"<div>{html.escape(line)}</div>" for line in self._ended]
         if now:
             bar = f'<progress max="1" value="{min(1.0, share):.3f}"></progress>'

@@ -31,7 +31,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError, RemoteProtocolError
+from psync.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    PsyncError,
+    os_errors,
+)
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.net.shielding import end_all
@@ -70,7 +75,6 @@ class Run:
     program: str  # name of its script
     address: str  # "unix:/run/user/1000/psync/123-9f3a.sock"
     token: str  # in hexadecimal digits
-    metrics: str = ""  # URL for Prometheus; "" where there is none
 
     def __str__(self) -> str:
         return f"{self.program} (process {self.pid})"
@@ -124,21 +128,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def new_run(directory: Path, program: str, metrics: str = "") -> Run:
-    """Return a run of this process, which is to listen at its address and then has a ``run_file``.
-
-    The directory is made, and what killed runs have left there is taken away.
-
-    Raises:
-        OSError: As of ``make_directory``.
-    """
-    make_directory(directory)
-    take_away_ended(directory)
-    where = directory / f"{os.getpid()}-{random_hex(4)}.sock"
-    token = random_hex(TOKEN_BYTES)
-    return Run(os.getpid(), time.time(), program, f"unix:{where}", token, metrics)
-
-
 @contextlib.contextmanager
 def run_file(run: Run) -> Iterator[None]:
     """Return a context in which a run can be found; its socket goes with the file beside it.
@@ -157,17 +146,21 @@ def run_file(run: Run) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def answering(run: Run, answer: Answer) -> AsyncIterator[None]:
-    """Return a context in which processes of this user find a run, and may ask it.
+async def answering(directory: Path, program: str, answer: Answer) -> AsyncIterator[None]:
+    """Return a context in which processes of this user find this one as a run, and may ask it.
 
     Args:
-        run: Of this process.
+        directory: Of run files. It is made, and files that killed runs have left are removed.
+        program: Name of the script.
         answer: Called with each question, without the token. Its error is told to who asks.
 
     Raises:
-        OSError: Nothing can listen at the address of the run, or the file cannot be written.
+        OSError: As of ``make_directory``; or nothing can listen or be written there.
     """
-
+    make_directory(directory)
+    take_away_ended(directory)
+    where, token = directory / f"{os.getpid()}-{random_hex(4)}.sock", random_hex(TOKEN_BYTES)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
     responding: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -180,11 +173,10 @@ async def answering(run: Run, answer: Answer) -> AsyncIterator[None]:
             async with asyncio.timeout(QUESTION_WITHIN_S):
                 line = await reader.readline()
             if line:  # else it was only a look whether somebody listens
-                writer.writelines(await _reply(line, run.token, answer))
+                writer.writelines(await _reply(line, token, answer))
                 await writer.drain()
 
     with socket.socket(socket.AF_UNIX) as bound:
-        where = socket_of(run)
         bound.bind(os.fspath(where))
         os.chmod(where, 0o600)
         server = await asyncio.start_unix_server(connected, sock=bound, limit=MAX_QUESTION_BYTES)
@@ -216,9 +208,8 @@ async def ask(run: Run, within_s: float | None = None, /, **question: Any) -> by
     """Ask a run something; return its answer.
 
     Raises:
-        ConfigurationError: It has ended, or is unreachable.
+        ConfigurationError: It has ended, or is unreachable; or it refuses, and says why.
         DeadlineExceeded: It has not answered in time.
-        RemoteProtocolError: It refuses; says why.
 
     Cancellation: Safe.
     """
@@ -239,7 +230,7 @@ async def ask(run: Run, within_s: float | None = None, /, **question: Any) -> by
     except (OSError, ValueError) as exc:
         raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
     if "error" in head:
-        raise RemoteProtocolError(head["error"])
+        raise ConfigurationError(f"{run} refuses: {head['error']}")
     return answer
 
 
@@ -283,13 +274,10 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     if named is not None and (os.sep in named or named.endswith(SUFFIX)):
         return read_run(Path(named))
     directory = directory_of_runs() if directory is None else directory
-    try:
+    runs: list[tuple[Path, Run]] = []
+    with os_errors(str(directory)), contextlib.suppress(FileNotFoundError):
         _check_private(directory)  # what somebody else has put there is not this user's run
         runs = runs_in(directory)
-    except FileNotFoundError:
-        runs = []
-    except OSError as exc:
-        raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
     running = [(path.stem, run) for path, run in runs if not has_ended(run)]
     meant = [
         run

@@ -66,6 +66,16 @@ _GONE = {
 }
 
 
+async def _counters_of(task: Connection, deadline: float | None = None) -> dict[str, Any] | None:
+    """Ask a task over the connection that it has: nothing is sent again, or waits for it."""
+    try:
+        received = await task.call(AskStatistics(), deadline=deadline)
+    except PsyncError:
+        return None
+    assert isinstance(received.message, Statistics), "its only answer"
+    return received.message.counters
+
+
 class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
@@ -150,14 +160,9 @@ class ClusterSource(ABC):
         return {"variables": names, "running": running}
 
     async def _ask(self, ps: Connection) -> None:
-        """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""
-        try:
-            deadline = self._loop.time() + PS_ANSWERS_WITHIN_S
-            received = await ps.call(AskStatistics(), deadline=deadline)
-        except PsyncError:
-            return  # its link sees to it, and the age of its counters shows it
-        assert isinstance(received.message, Statistics), "its only answer"
-        self._ps[ps.task] = self._loop.time(), received.message.counters
+        counters = await _counters_of(ps, self._loop.time() + PS_ANSWERS_WITHIN_S)
+        if counters is not None:  # else its link sees to it, and the age of its counters shows it
+            self._ps[ps.task] = self._loop.time(), counters
 
     def _status(self, began: float, asked: Collection[str]) -> Status:
         """Return the status, ``asked`` ps tasks having been asked at ``began``."""
@@ -231,13 +236,10 @@ class StatusSource(ClusterSource):
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
         try:
-            received = await control.call(AskStatistics())
-        except PsyncError:
-            return
+            counters = await _counters_of(control)
         finally:
             del self._asked[name]
-        assert isinstance(received.message, Statistics), "its only answer"
-        if work := received.message.counters.get("work"):
+        if work := (counters or {}).get("work"):
             known = self._worked.get(name)
             shares = None if known is None else shares_of(known[1], work)
             self._worked[name] = self._loop.time(), work, shares

@@ -14,6 +14,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -28,7 +29,7 @@ from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
 from psync.status.http import check_can_serve, serving_metrics
 from psync.status.model import Status
-from psync.status.run_files import Run, answering, ask, directory_of_runs, new_run
+from psync.status.run_files import Run, answering, ask, directory_of_runs
 
 if TYPE_CHECKING:
     from psync.status.sampling import ClusterSource
@@ -89,13 +90,12 @@ class ServedStatus:
 
         Cancellation: ``close`` still has to be called; so it is after an error.
         """
-        url = ""
         if self._http is not None:
-            url = await self._stack.enter_async_context(self._http)
+            await self._stack.enter_async_context(self._http)
         if self._is_served:
             try:
-                run = new_run(directory_of_runs(), self.source.program, url)
-                await self._stack.enter_async_context(answering(run, self._answer))
+                found = answering(directory_of_runs(), self.source.program, self._answer)
+                await self._stack.enter_async_context(found)
             except (OSError, ConfigurationError) as exc:
                 logger.info("the status of this run is not available: %s", exc)
         asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._log, "PSYNC_RUN_LOG")
@@ -143,7 +143,7 @@ class StatusReader:
         """Return the status as of now.
 
         Raises:
-            ConfigurationError: The run has ended, or something else answers there.
+            ConfigurationError: The run has ended or refuses, or something else answers there.
             DeadlineExceeded: It does not answer, and may later.
             RemoteProtocolError: It uses another version of psync.
 
@@ -163,14 +163,7 @@ class StatusReader:
 def reader_of_run(run: Run) -> StatusReader:
     """Return what asks a program of this user, as its run file says."""
 
-    async def ask_run(**question: Any) -> bytes:
-        try:
-            return await ask(run, ANSWERS_WITHIN_S, **question)
-        except RemoteProtocolError as exc:
-            text = f"{run} cannot report its status: {exc.message}"
-            raise RemoteProtocolError(text) from exc
-
-    return StatusReader(str(run), ask_run)
+    return StatusReader(str(run), partial(ask, run, ANSWERS_WITHIN_S))
 
 
 def reader_of_url(url: str) -> StatusReader:
@@ -179,25 +172,24 @@ def reader_of_url(url: str) -> StatusReader:
     Args:
         url: Of its status, as the log of the program has it, with the token.
     """
-    where = url.partition("?")[0]  # without the token
+    status, _, token = url.partition("?")
     # What a proxy between here and there would answer is no status.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     async def ask_url(**question: Any) -> bytes:
         if not question:
-            return await asyncio.to_thread(get, url, where)
-        if not where.endswith("/status"):
+            return await asyncio.to_thread(get, status, token)
+        if not status.endswith("/status"):
             raise ConfigurationError(
-                f"{where}: expected the URL of a status, as in the program's log",
+                f"{status}: expected the URL of a status, as in the program's log",
                 hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
             )
-        spans = where.removesuffix("/status") + "/spans"
-        more = f"{url.partition('?')[2]}&{urlencode(question)}"
-        return await asyncio.to_thread(get, f"{spans}?{more}", spans)
+        spans = status.removesuffix("/status") + "/spans"
+        return await asyncio.to_thread(get, spans, f"{token}&{urlencode(question)}")
 
-    def get(url: str, where: str) -> bytes:
+    def get(where: str, query: str) -> bytes:
         try:
-            with opener.open(url, timeout=ANSWERS_WITHIN_S) as answer:
+            with opener.open(f"{where}?{query}", timeout=ANSWERS_WITHIN_S) as answer:
                 body: bytes = answer.read()
                 return body
         except urllib.error.HTTPError as exc:
@@ -209,4 +201,4 @@ def reader_of_url(url: str) -> StatusReader:
                 f"{where} does not answer: {exc}", hint="has the program ended?"
             ) from exc
 
-    return StatusReader(where, ask_url)
+    return StatusReader(status, ask_url)

@@ -65,7 +65,9 @@ async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> No
     await recorder.close()
     await recorder.close()
     log.close()
-    assert recorder.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
+    assert recorder.history.moments[-1] == status(
+        worker(), at=float(cluster.asked), placement=(W, V)
+    )
     run = FinishedRun(path)
     written = [each.time for each in logged(run)]
     assert written == sorted(written)
@@ -78,12 +80,12 @@ async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> No
 async def test_the_page_shows_the_newest_moment_of_a_run_that_goes_on() -> None:
     show = live_show()
     assert (await show.view("recent", None), await show.status(None)) == ("{}", None)
-    show.add(status(worker(), at=1.0))
-    show.add(status(worker(0, "lost"), at=2.0))
+    show.history.add(status(worker(), at=1.0))
+    show.history.add(status(worker(0, "lost"), at=2.0))
     view = json.loads(await show.view("recent", None))
     check_view(view)
     assert (view["mode"], view["time"], view["series"]["time"]) == ("live", 2.0, [1.0, 2.0])
-    assert (await show.status(5.0)) is show.newest
+    assert (await show.status(5.0)) is show.history.moments[-1]
 
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +98,7 @@ async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     await cluster.asked_again(2)
     cluster.fails = True
     await recorder.close()
-    assert recorder.newest is not None
+    assert recorder.history.moments
     assert caplog.text.count("the dashboard cannot read the status") == 2
 
 

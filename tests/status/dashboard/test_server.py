@@ -93,7 +93,7 @@ async def test_all_links_are_relative_and_of_this_place(page: Page) -> None:
 
 async def test_the_view_has_its_schema(page: Page) -> None:
     assert (await page.get("api/view"))[:2] == (200, "{}")
-    page.show.add(status(worker(), ps(), reported={"loss": 0.5}))
+    page.show.history.add(status(worker(), ps(), reported={"loss": 0.5}))
     for query in ("", "?span=run", "?span=recent", "?time=5"):
         code, text, headers = await page.get(f"api/view{query}")
         assert (code, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
@@ -102,8 +102,8 @@ async def test_the_view_has_its_schema(page: Page) -> None:
 
 async def test_the_status_is_as_everywhere(page: Page) -> None:
     assert (await page.get("api/status"))[:2] == (200, "{}")
-    page.show.add(status(worker(), ps()))
-    assert Status.from_json((await page.get("api/status"))[1]) == page.show.newest
+    page.show.history.add(status(worker(), ps()))
+    assert Status.from_json((await page.get("api/status"))[1]) == page.show.history.moments[-1]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from psync.status.dashboard.view import (
     History,
     Thinned,
     columns,
+    lanes,
     noticed,
     placement,
     ps_row,
@@ -83,26 +84,26 @@ def test_it_has_its_schema() -> None:
             history.add(seen)
             history.add(seen)
             for span in ("recent", "run"):
-                view = view_of(seen, history, span=span)
+                view = view_of(history.moments, history.series(span))
                 check_view(json.loads(to_json(view)))
 
 
 def test_of_nothing_at_all_it_has_its_schema_too() -> None:
-    view = view_of(status(), History())
+    view = view_of([status()], {})
     check_view(json.loads(to_json(view)))
     assert set(view["missing"]) == {"loss", "staleness", "work", "placement"}
-    assert set(view_of(full_status(), History())["missing"]) == {"placement"}
-    assert view_of(status(placement=(shard(),)), History())["placement"] != []
+    assert set(view_of([full_status()], {})["missing"]) == {"placement"}
+    assert view_of([status(placement=(shard(),))], {})["placement"] != []
 
 
 def test_names_of_tasks_are_short() -> None:
-    view = view_of(full_status(), History())
+    view = view_of([full_status()], {})
     assert view["events"] == [{"kind": "joined", "text": "worker 0 takes part", "ago": "3 s"}]
     assert view["notes"] == ["ps 0 is served in the process of ps 1"]
 
 
 def test_tiles_are_the_numbers_of_the_run() -> None:
-    tiles = view_of(full_status(), History())["tiles"]
+    tiles = view_of([full_status()], {})["tiles"]
     assert [(tile["name"], tile["value"]) for tile in tiles] == [
         ("closures/s", "100"), ("steps/s", "2.0"), ("queue", "3"), ("workers", "3"),
         ("ps traffic", "0 B/s"), ("loss", "0.5"), ("accuracy", "not finite"),
@@ -159,7 +160,7 @@ def test_staleness_has_a_bar_for_each_up_to_15_then_ranges() -> None:
 
 
 def test_groups_and_bounds() -> None:
-    texts = [(each["text"], each["more"]) for each in view_of(full_status(), History())["groups"]]
+    texts = [(each["text"], each["more"]) for each in view_of([full_status()], {})["groups"]]
     assert texts == [
         ("step 5, 1.5/s, 2 of 3 gradients, waits for worker 1",
          "60 accepted, 4 dropped, 2 duplicate, 1 partial steps"),
@@ -169,9 +170,7 @@ def test_groups_and_bounds() -> None:
         groups=(GroupStatus("s", 1, 2, 0, (), (), 1.0, 0, 0, 0, 0),),
         bounds=(BoundStatus(1, 2, 3, (), ()),),
     )  # fmt: skip
-    texts = [
-        (each["name"], each["text"]) for each in view_of(status(steps=calm), History())["groups"]
-    ]
+    texts = [(each["name"], each["text"]) for each in view_of([status(steps=calm)], {})["groups"]]
     assert texts == [("s", "step 1, 1.0/s, 0 of 2 gradients"), ("staleness bound", "rounds 2 to 3")]
 
 
@@ -247,9 +246,7 @@ def test_whatever_a_status_says_it_is_refused_or_shown() -> None:
                 read = Status.from_json(json.dumps(data))
             except RemoteProtocolError:
                 continue
-            history = History()
-            history.add(read)
-            view = view_of(read, history)
+            view = view_of([read], columns([row_of(read)]))
             json.dumps(view, allow_nan=False)
             read.to_json()
 
@@ -305,6 +302,7 @@ def test_a_whole_run_is_thinned_out() -> None:
     for at in range(12):
         kept.add(at)
     assert kept.kept == [0, 4, 8]
+    assert kept.with_newest() == [0, 4, 8, 11]
 
 
 def test_a_long_run_stays_within_bounds() -> None:
@@ -315,8 +313,8 @@ def test_a_long_run_stays_within_bounds() -> None:
     assert (run[0], run[-1]) == (0, 3 * MAX_ROWS - 1)
     assert MAX_ROWS / 2 <= len(run) <= MAX_ROWS + 1
     assert (len(recent), recent[-1]) == (301, 3 * MAX_ROWS - 1)
-    times, (lane,) = history.lanes([W0])
-    assert len(times) == len(lane) == LANE_CELLS
+    shown = lanes(history.moments, [W0])
+    assert len(shown["times"]) == len(shown["rows"][0]) == LANE_CELLS
 
 
 def test_lanes_of_workers_that_come_and_go() -> None:
@@ -324,9 +322,10 @@ def test_lanes_of_workers_that_come_and_go() -> None:
     history.add(status(worker(0), at=1.0))
     history.add(status(worker(0, "lost"), worker(1, work=shares(0.5, 0.2, 0.1, 0.004)), at=2.0))
     history.add(status(worker(1, "idle"), at=3.0))
-    times, (first, second, never) = history.lanes([W0, W1, "/job:worker/task:9"])
+    shown = lanes(history.moments, [W0, W1, "/job:worker/task:9"])
+    first, second, never = shown["rows"]
     unknown = (-1, -1, -1, -1)
-    assert times == [1, 2, 3]
+    assert shown["times"] == [1, 2, 3]
     assert first == [("busy", *unknown), ("lost", *unknown), None]
     assert second == [None, ("busy", 50, 20, 10, 0), ("idle", *unknown)]
     assert never == [None, None, None]
@@ -337,4 +336,4 @@ def test_a_worker_that_is_long_gone_is_forgotten() -> None:
     history.add(status(worker(0), at=0.0))
     for second in range(LANE_CELLS + 1):
         history.add(status(at=1.0 + second))
-    assert not any(history.lanes([W0])[1][0])
+    assert not any(lanes(history.moments, [W0])["rows"][0])

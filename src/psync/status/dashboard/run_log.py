@@ -34,7 +34,7 @@ import msgspec
 
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import ConfigurationError, RemoteProtocolError, os_errors
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
 from psync.status.model import MISFITS, ShardStatus, Status
@@ -197,12 +197,10 @@ def check_head(path: Path) -> None:
     Raises:
         ConfigurationError: It is none, cannot be read, or is of another version.
     """
+    with os_errors(f"run log {path}"), open(path, "rb", opener=regular) as file:
+        line = file.readline(4096)
     try:
-        with open(path, "rb", opener=regular) as file:
-            head = json.loads(file.readline(4096))
-        version = head[KEY]
-    except OSError as exc:
-        raise ConfigurationError(f"run log {path}: {exc.strerror}") from exc
+        version = json.loads(line)[KEY]
     except MISFITS as exc:
         raise ConfigurationError(
             f"{path}: expected a run log of psync, got something else",
@@ -238,7 +236,7 @@ class FinishedRun:
         self.path = Path(path)
         check_head(self.path)
         self._moments: page.Thinned[_Moment] = page.Thinned(MAX_MOMENTS)
-        self._whole = page.History()
+        self._whole: page.Thinned[page.Row] = page.Thinned(page.MAX_ROWS)
         self._placement: tuple[ShardStatus, ...] = ()
         self.status_at = functools.lru_cache(2 * page.LANE_CELLS)(self._loaded)
         self._reading = asyncio.Lock()
@@ -265,8 +263,9 @@ class FinishedRun:
             if line.startswith(STATUS):
                 self.ended = False
                 status = _status_in(line)
-                self._whole.add(status)
-                self._moments.add((status.time, offset, self._placement, page.row_of(status)))
+                row = page.row_of(status)
+                self._whole.add(row)
+                self._moments.add((status.time, offset, self._placement, row))
                 return
             data = json.loads(line)
             if not isinstance(data, dict):
@@ -309,20 +308,18 @@ class FinishedRun:
 
     def series(self) -> dict[str, list[float | None]]:
         """Return the charts of the whole run."""
-        return self._whole.series("run")
+        return page.columns(self._whole.with_newest())
 
     def view_at(self, span: str, index: int) -> str:
         """Return the page of a moment, by its number, as JSON."""
-        lanes = page.History()
-        for at in range(max(0, index + 1 - page.LANE_CELLS), index + 1):
-            lanes.add_lanes(self.status_at(at))
-        status, kept = self.status_at(index), self._moments.kept
-        view = page.view_of(status, lanes, span=span, mode="log")
+        shown = range(max(0, index + 1 - page.LANE_CELLS), index + 1)
+        moments, kept = list(map(self.status_at, shown)), self._moments.kept
         if span == "run":
-            view["series"] = self.series()
+            series = self.series()
         else:
-            first = bisect.bisect_left(kept, (status.time - page.RECENT_S,))
-            view["series"] = page.columns([row for *_, row in kept[first : index + 1]])
+            first = bisect.bisect_left(kept, (moments[-1].time - page.RECENT_S,))
+            series = page.columns([row for *_, row in kept[first : index + 1]])
+        view = page.view_of(moments, series, mode="log")
         view["moments"] = {"first": kept[0][0], "last": kept[-1][0]}
         view["ended"] = self.ended
         return page.to_json(view)
@@ -350,14 +347,9 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.is_dir() or not path.name.endswith((".html", ".htm")):
         raise ConfigurationError(f'report {path}: expected the name of a file that ends in ".html"')
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as exc:
-        raise ConfigurationError(
-            f"report {path}: {exc.strerror}", hint="the folder must exist and be writable"
-        ) from exc
-    return path
+    hint = "the folder must exist and be writable"
+    with os_errors(f"report {path}", hint), tempfile.TemporaryFile(dir=path.parent):
+        return path
 
 
 def write_report(log: str | os.PathLike[str], path: Path) -> Path:
@@ -442,14 +434,13 @@ class Recorder:
         log: Where they are written; None: nowhere.
 
     Attributes:
-        newest: The newest status; None: there was none yet.
+        history: The statuses, so far as the dashboard shows them.
     """
 
     def __init__(self, source: ClusterSource, log: RunLog | None = None) -> None:
         self._source = source
         self._log = log
-        self._history = page.History()
-        self.newest: Status | None = None
+        self.history = page.History()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
 
@@ -466,20 +457,14 @@ class Recorder:
             self._source.asks_workers -= 1
             await asyncio.wait((task,))
 
-    def add(self, status: Status) -> None:
-        """Show a status."""
-        self.newest = status
-        self._history.add(status)
-
     async def view(self, span: str, time: float | None) -> str:
         """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
-        if self.newest is None:
-            return "{}"
-        return page.to_json(page.view_of(self.newest, self._history, span=span))
+        moments = self.history.moments
+        return page.to_json(page.view_of(moments, self.history.series(span))) if moments else "{}"
 
     async def status(self, time: float | None) -> Status | None:
-        """Return the newest status. Cancellation: safe."""
-        return self.newest
+        """Return the newest status; None before the first one. Cancellation: safe."""
+        return self.history.moments[-1] if self.history.moments else None
 
     async def _run(self) -> None:
         fails = is_last = False
@@ -487,7 +472,7 @@ class Recorder:
             is_last = self._closing.is_set()
             try:
                 status = await self._source.status()
-                self.add(status)
+                self.history.add(status)
                 if self._log is not None:
                     await asyncio.to_thread(self._log.add, status)
                 fails = False

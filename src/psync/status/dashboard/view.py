@@ -43,18 +43,17 @@ MAX_PARTS = 24
 
 
 def view_of(
-    status: Status, history: History, *, span: str = "recent", mode: str = "live"
+    moments: Sequence[Status], series: Mapping[str, Any], *, mode: str = "live"
 ) -> dict[str, Any]:
     """Return what the page shows.
 
     Args:
-        status: Of the moment that is shown.
-        history: Up to it, or of the whole run.
-        span: Of the charts, "recent" or "run".
+        moments: The last one is shown; lanes show all of them.
+        series: The charts; see ``columns``.
         mode: "live", or "log" for a run that is read from a file.
     """
+    status = moments[-1]
     shown = noticed(status.workers)
-    times, lanes = history.lanes([worker.task for worker in shown])
     return {
         "schema": VIEW_SCHEMA,
         "mode": mode,
@@ -66,13 +65,13 @@ def view_of(
         "waits_for": short_names(status.waits_for),
         "why": [{"level": each.level, "text": each.text} for each in diagnose(status)],
         "tiles": tiles(status),
-        "series": history.series(span),
+        "series": series,
         "staleness": staleness(status.steps),
         "groups": _groups(status.steps),
         "workers": [worker_row(worker) for worker in shown],
         "num_workers": len(status.workers),
         "states": states(status.workers),
-        "lanes": {"times": times, "rows": lanes},
+        "lanes": lanes(moments, [worker.task for worker in shown]),
         "ps": [ps_row(each) for each in status.ps[:MAX_PS_ROWS]],
         "num_ps": len(status.ps),
         "placement": placement(status.placement, len(status.ps)),
@@ -307,16 +306,19 @@ class Thinned(Generic[T]):
 
     Attributes:
         kept: Those that are left.
+        newest: The last one that was added, which may not be left.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.kept: list[T] = []
+        self.newest: T
         self._every = 1  # of so many moments, one is kept
         self._passed = 0
 
     def add(self, moment: T) -> None:
         """Note a moment, which is later than the others."""
+        self.newest = moment
         if self._passed % self._every == 0:
             self.kept.append(moment)
             if len(self.kept) > self._limit:
@@ -324,9 +326,17 @@ class Thinned(Generic[T]):
                 self._every *= 2
         self._passed += 1
 
+    def with_newest(self) -> list[T]:
+        """Return those that are left, and the newest one in any case."""
+        is_last = not self.kept or self.kept[-1] is self.newest
+        return self.kept if is_last else [*self.kept, self.newest]
+
 
 class History:
     """What the page shows of the past. Moments are added in order.
+
+    Attributes:
+        moments: The newest ones, whose lanes are shown.
 
     Example:
         history = History()
@@ -337,18 +347,14 @@ class History:
     def __init__(self) -> None:
         self._run: Thinned[Row] = Thinned(MAX_ROWS)
         self._recent: deque[Row] = deque(maxlen=MAX_ROWS)
-        self._cells: deque[tuple[float, dict[str, Cell]]] = deque(maxlen=LANE_CELLS)
+        self.moments: deque[Status] = deque(maxlen=LANE_CELLS)
 
     def add(self, status: Status) -> None:
         """Note a status."""
         row = row_of(status)
         self._run.add(row)
         self._recent.append(row)
-        self.add_lanes(status)
-
-    def add_lanes(self, status: Status) -> None:
-        """Note what workers do, and nothing else."""
-        self._cells.append((status.time, {each.task: cell_of(each) for each in status.workers}))
+        self.moments.append(status)
 
     def series(self, span: str) -> dict[str, list[float | None]]:
         """Return all series, None where there is no value.
@@ -356,19 +362,10 @@ class History:
         Args:
             span: "recent": the last five minutes; "run": all of it, thinned out.
         """
-        if not self._recent:
-            return {}
-        newest = self._recent[-1]
-        if span == "run":
-            kept = self._run.kept
-            return columns(kept if kept[-1] is newest else [*kept, newest])
-        since = (newest["time"] or 0.0) - RECENT_S
+        if span == "run" or not self._recent:
+            return columns(self._run.with_newest())
+        since = (self._recent[-1]["time"] or 0.0) - RECENT_S
         return columns([row for row in self._recent if (row["time"] or 0.0) >= since])
-
-    def lanes(self, tasks: Sequence[str]) -> tuple[list[float], list[list[Cell | None]]]:
-        """Return the newest moments, and what these workers did in each; None: it was not there."""
-        lanes = [[cells.get(task) for _, cells in self._cells] for task in tasks]
-        return [time for time, _ in self._cells], lanes
 
 
 def columns(rows: Iterable[Row]) -> dict[str, list[float | None]]:
@@ -428,6 +425,16 @@ def _traffic(tasks: Sequence[PsStatus]) -> Iterator[tuple[str, float]]:
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def lanes(moments: Sequence[Status], tasks: Sequence[str]) -> dict[str, Any]:
+    """Return what some workers did in each of some moments; None: it was not there."""
+    cells = [
+        {each.task: cell_of(each) for each in moment.workers if each.task in tasks}
+        for moment in moments
+    ]
+    rows = [[each.get(task) for each in cells] for task in tasks]
+    return {"times": [moment.time for moment in moments], "rows": rows}
 
 
 def cell_of(worker: WorkerStatus) -> Cell:
