@@ -552,7 +552,7 @@ def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
 
 def reserves_for_all(original: Callable[..., Any]) -> Any:
     def close(self: Group, **how: Any) -> Any:
-        others, self.others = self._others, ANY
+        others, self.others = self.others, ANY
         made = original(self, **how)
         self.others = others
         return made
