@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from types import coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -44,7 +44,7 @@ class Cluster:
     def __init__(self, *hosts: int | None, saved: bool = True, fresh: bool = False) -> None:
         self.saved = saved
         homes = list(range(len(hosts)))
-        self.rule = RecoveryRule(self, homes, lambda: self.saved, lambda: fresh)
+        self.rule = RecoveryRule(cast(Any, self), homes, lambda: self.saved, lambda: fresh)
         self.rule.started = True
         self.rule.hosts[:] = hosts
         self.actions: list[Action] = []

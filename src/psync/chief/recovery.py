@@ -534,7 +534,7 @@ class ClusterRecovery:
             self.rule.end(exc)
 
     def recover(self, recovery: Coroutine[Any, Any, None]) -> None:
-        """Run a recovery in the background."""
+        """Run a recovery in the background, one at a time."""
 
         async def run() -> None:
             with self._ending_all_if_it_fails():
@@ -548,20 +548,20 @@ class ClusterRecovery:
             self._task.cancel()
 
     async def let_alone(self, ps: int) -> None:
-        """Order a ps to go on without its backup."""
+        """Step: order a ps to go on without its backup."""
         await self.backups.let_alone(ps, urgent=True)
 
     async def promote(self, ps: int, host: int) -> None:
-        """Let the backup of a ps serve."""
+        """Step: let the backup of a ps, in the process of ``host``, serve in its place."""
         await self.backups.promote(ps, host)
 
     async def attach(self, ps: int) -> None:
-        """Attach a ps."""
+        """Step: attach a ps, and let it know where all are served."""
         self.backups.look()
         await self.links.attach_ps(self.links.ps.links[ps])
 
     async def restore(self) -> None:
-        """Let all ps tasks prepare their snapshots, then restore them.
+        """Step: let every ps prepare its snapshot, then restore it, in a new timeline.
 
         Everything else that talks to ps tasks is paused meanwhile, see ``PsLink.hold``. Fences
         refuse what was sent in the old timeline: every worker bears a new incarnation afterwards.
@@ -574,14 +574,14 @@ class ClusterRecovery:
         await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
 
     async def create(self, lost: Sequence[int]) -> None:
-        """Create variables again on ps tasks that were lost."""
+        """Step: let every ps go on alone, then create variables again on those that were lost."""
         if self.has_backups:
             # Updates wait for a backup, and one that has survived may have lost its own.
             await all_of([self.let_alone(each.index) for each in self.links.ps.links])
         await self.creation.create_again(lost)
 
     async def adopt(self) -> None:
-        """Let the next program attach itself to what there is."""
+        """Step: let every ps say that it may be attached from now on."""
         lineage = self.links.endpoint.incarnation + self.links.ps.timeline
         await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
@@ -590,7 +590,10 @@ class ClusterRecovery:
         await all_of([link.call(message, segments, urgent=True) for link in links])
 
     async def read(self) -> None:
-        """Read the states; refuse a checkpoint that is of other variables than there are now."""
+        """Step: read the newest checkpoint, and how far training was.
+
+        A checkpoint of other variables than there are now is refused.
+        """
         self._from_step = await self._iterations()
         assert self.source is not None, "checked when it began"
         snapshots = await asyncio.to_thread(self.source)
@@ -631,7 +634,7 @@ class ClusterRecovery:
         return max(await all_of([one(link) for link in left])) if left else 0
 
     async def attach_all(self) -> None:
-        """Wait until all ps tasks are there, and serve this coordinator."""
+        """Step: wait until all ps tasks are there, and serve this coordinator."""
         links = self.links.ps.links
         for link in links:
             if reason := link.gone_for_good:
@@ -682,7 +685,7 @@ class ClusterRecovery:
         await link.call(message, segments, bulk=True, urgent=True)
 
     def hold(self) -> None:
-        """Let everything wait."""
+        """Let requests to ps tasks and closures wait, end gangs, make no backups."""
         self.backups.look()
         for link in self.links.ps.links:
             link.hold()
@@ -693,7 +696,7 @@ class ClusterRecovery:
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
 
     def end_sessions(self) -> None:
-        """Give up all workers."""
+        """Give up all workers: each gets a new incarnation, and hears of ps tasks."""
         self.reports.sessions_end()
         self.queue.dispatcher.forget()  # data begin anew with the next sessions
         self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
@@ -703,7 +706,7 @@ class ClusterRecovery:
         self.links.go_home(self.links.ps.links[ps])
 
     def resume(self) -> None:
-        """Let everything go on."""
+        """Let everything go on; ps tasks know nothing of what they were told."""
         self.backups.look()
         for link in self.links.ps.links:
             link.release()
@@ -720,7 +723,13 @@ class ClusterRecovery:
             self.perform(self.queue.resume())
 
     def end(self, error: Exception, *, all_lost: bool, why: str) -> None:
-        """Fail what is scheduled."""
+        """Fail what is scheduled, and let requests go on: they fail, or do not need what is lost.
+
+        Args:
+            error: Why nothing can be done any more.
+            all_lost: Whether requests to every ps fail: some have rolled back, or none.
+            why: Begins the line of the log.
+        """
         self.backups.look()
         for link in self.links.ps.links:
             if all_lost and isinstance(error, ParameterServerLost):
@@ -742,7 +751,7 @@ class ClusterRecovery:
                 self.backups.give_up()
 
     def failed_over(self, served: Mapping[int, int]) -> None:
-        """Tell the program."""
+        """Tell the program in whose process each lost ps is served now."""
         names = [link.task for link in self.links.ps.links]
         event = FailoverEvent(
             tuple(names[ps] for ps in served), tuple(names[host] for host in served.values()),
@@ -755,7 +764,7 @@ class ClusterRecovery:
         self.links.events.emit(event)
 
     def rolled_back(self, lost: Sequence[int]) -> None:
-        """Tell the program."""
+        """Tell the program that these ps tasks were lost."""
         links = self.links.ps.links
         to_step = max(each.state.iterations for each in self._snapshots)
         undone = self.ended.undone(CutCalls([each.state for each in self._snapshots]))
@@ -769,8 +778,8 @@ class ClusterRecovery:
 
     def _seconds(self) -> float:
         """Return since when it recovers."""
-        now = asyncio.get_running_loop().time()
-        return now - (now if self._began is None else self._began)
+        assert self._began is not None, "it recovers"
+        return asyncio.get_running_loop().time() - self._began
 
     # The end.
 

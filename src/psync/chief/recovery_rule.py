@@ -51,12 +51,15 @@ all and has to know where they are served.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from psync.cluster import task_name
 from psync.errors import ConnectionLost, FencedError, ParameterServerLost
+
+if TYPE_CHECKING:
+    from psync.chief.recovery import ClusterRecovery
 
 logger = logging.getLogger(__name__)
 
@@ -83,72 +86,11 @@ class State(Enum):
 OVER = (State.GONE, State.CLOSED)
 
 
-class Hands(Protocol):
-    """Carries out a recovery. A coroutine is a step: it takes time, and may fail."""
-
-    def recover(self, recovery: Coroutine[Any, Any, None]) -> None:
-        """Run a recovery in the background, one at a time."""
-
-    def abandon(self) -> None:
-        """Cancel it."""
-
-    def hold(self) -> None:
-        """Let requests to ps tasks and closures wait, end gangs, make no backups."""
-
-    def end_sessions(self) -> None:
-        """Give up all workers: each gets a new incarnation, and hears of ps tasks."""
-
-    def resume(self) -> None:
-        """Let everything go on; ps tasks know nothing of what they were told."""
-
-    def go_home(self, ps: int) -> None:
-        """Look for a ps where it was at the beginning."""
-
-    def failed_over(self, served: Mapping[int, int]) -> None:
-        """Tell the program in whose process each lost ps is served now."""
-
-    def rolled_back(self, lost: Sequence[int]) -> None:
-        """Tell the program that these ps tasks were lost."""
-
-    def end(self, error: Exception, *, all_lost: bool, why: str) -> None:
-        """Fail what is scheduled, and let requests go on: they fail, or do not need what is lost.
-
-        Args:
-            error: Why nothing can be done any more.
-            all_lost: Whether requests to every ps fail: some have rolled back, or none.
-            why: Begins the line of the log.
-        """
-
-    async def let_alone(self, ps: int) -> None:
-        """Order a ps to go on without its backup."""
-
-    async def promote(self, ps: int, host: int) -> None:
-        """Let the backup of a ps, in the process of ``host``, serve in its place."""
-
-    async def attach(self, ps: int) -> None:
-        """Attach a ps, and let it know where all are served."""
-
-    async def read(self) -> None:
-        """Read the newest checkpoint, and how far training was."""
-
-    async def attach_all(self) -> None:
-        """Wait until every ps is there, and attach it."""
-
-    async def restore(self) -> None:
-        """Let every ps prepare its snapshot, then restore it, in a new timeline."""
-
-    async def create(self, lost: Sequence[int]) -> None:
-        """Let every ps go on alone, then create variables again on those that were lost."""
-
-    async def adopt(self) -> None:
-        """Let every ps say that it may be attached from now on."""
-
-
 class RecoveryRule:
     """Whether the ps tasks of one coordinator are there, are being recovered, or are gone.
 
     Args:
-        hands: Do what is decided.
+        hands: Do what is decided; their coroutines are the steps.
         homes: In whose process each ps is served, from now on; changed here.
         has_checkpoints: Returns whether there is something to roll back to.
         may_start_afresh: Returns whether nothing has been computed yet, and what was created can
@@ -166,7 +108,7 @@ class RecoveryRule:
 
     def __init__(
         self,
-        hands: Hands,
+        hands: ClusterRecovery,
         homes: list[int],
         has_checkpoints: Callable[[], bool],
         may_start_afresh: Callable[[], bool],
