@@ -11,14 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psync.chief.recovery_rule import (
-    MAX_ATTEMPTS,
-    MAX_STARTS,
-    OVER,
-    UNSAVED,
-    RecoveryRule,
-    State,
-)
+from psync.chief.recovery_rule import MAX_ATTEMPTS, MAX_STARTS, OVER, UNSAVED, RecoveryRule, State
 from psync.errors import CheckpointError, ConnectionLost, FencedError, ParameterServerLost
 
 Action = tuple[Any, ...]
@@ -60,19 +53,16 @@ class Cluster:
     def recover(self, recovery: Coroutine[Any, Any, None]) -> None:
         assert self.recovery is None, "one at a time"
         self.recovery = recovery
-        self.go_on(None)
+        self._send(None)
 
     def abandon(self) -> None:
         self.recovery = None
 
-    def go_on(self, error: Exception | None) -> None:
+    def _send(self, error: Exception | None) -> None:
         try:
             self.recovery.send(error)
         except StopIteration:
             self.recovery = None
-
-    def state(self) -> State:
-        return self.rule.state
 
     def news(self) -> list[Action]:
         news, self.actions = self.actions, []
@@ -83,19 +73,14 @@ class Cluster:
         return self.news()
 
     def done(self) -> list[Action]:
-        self.go_on(None)
-        return self.news()
+        return self.fail(None)
 
-    def fail(self, error: Exception) -> list[Action]:
-        self.go_on(error)
+    def fail(self, error: Exception | None) -> list[Action]:
+        self._send(error)
         return self.news()
 
     def replace(self, error: FencedError) -> list[Action]:
         self.rule.replaced(error)
-        return self.news()
-
-    def close(self) -> list[Action]:
-        self.rule.close()
         return self.news()
 
 
@@ -106,22 +91,12 @@ def test_a_ps_with_a_backup_fails_over_once_others_do_not_wait_for_what_died_wit
     cluster = Cluster(1, 2, 0)  # process 0 hosts the backup of ps 2
     assert cluster.lose(0) == [HOLD, ("let_alone", 2)]
     assert cluster.done() == [("promote", 0, 1)]
-    assert cluster.state() is State.FAILOVER
+    assert cluster.rule.state is State.FAILOVER
     assert cluster.done() == [("attach", 0)]
     assert cluster.done() == [END_SESSIONS, ("failed_over", {0: 1}), RESUME]
-    assert cluster.state() is State.RUNNING
+    assert cluster.rule.state is State.RUNNING
     assert cluster.rule.homes == [1, 1, 2]
     assert cluster.rule.hosts == [None, 2, None]
-
-
-def test_ps_0_is_told_where_another_one_is_served_now() -> None:
-    cluster = Cluster(1, 2, 1)
-    assert cluster.lose(1) == [HOLD, ("let_alone", 0)]
-    assert cluster.done() == [("let_alone", 2)]
-    assert cluster.done() == [("promote", 1, 2)]
-    assert cluster.done() == [("attach", 1)]
-    assert cluster.done() == [("attach", 0)]
-    assert cluster.done() == [END_SESSIONS, ("failed_over", {1: 2}), RESUME]
 
 
 def test_what_is_served_in_the_same_process_is_lost_with_it_if_it_has_a_backup() -> None:
@@ -154,7 +129,7 @@ def test_all_roll_back_where_a_backup_cannot_be_promoted(error: Exception) -> No
     cluster = Cluster(1, None)
     cluster.lose(0)
     assert cluster.fail(error) == [HOLD, END_SESSIONS, ("go_home", 0), READ]
-    assert cluster.state() is State.ROLLBACK
+    assert cluster.rule.state is State.ROLLBACK
     cluster = Cluster(1, 0)
     assert cluster.lose(0)[-1] == ("let_alone", 1)
     assert cluster.fail(TimeoutError())[-1] == READ
@@ -176,7 +151,7 @@ def test_a_failover_that_fails_without_a_checkpoint_is_the_end() -> None:
     assert end == "end"
     assert error.args == away(0).args
     assert not all_lost, "others may be asked"
-    assert cluster.state() is State.GONE
+    assert cluster.rule.state is State.GONE
 
 
 # --- rollback --------------------------------------------------------------------------------
@@ -189,7 +164,7 @@ def test_all_roll_back_step_by_step() -> None:
     assert [cluster.done() for _ in range(4)] == [
         [ATTACH], [RESTORE], [("rolled_back", (0,)), ADOPT], [RESUME],
     ]  # fmt: skip
-    assert cluster.state() is State.RUNNING
+    assert cluster.rule.state is State.RUNNING
 
 
 @pytest.mark.parametrize("done", range(4))
@@ -240,9 +215,9 @@ def test_without_a_backup_and_a_checkpoint_a_loss_is_the_end_and_later_ones_say_
 def test_before_anything_was_computed_lost_ones_get_their_variables_again() -> None:
     cluster = Cluster(None, None, saved=False, fresh=True)
     assert cluster.lose(1) == [HOLD, END_SESSIONS, ("go_home", 1), ATTACH]
-    assert cluster.state() is State.FRESH_START
+    assert cluster.rule.state is State.FRESH_START
     assert [cluster.done() for _ in range(3)] == [[("create", (1,))], [ADOPT], [RESUME]]
-    assert cluster.state() is State.RUNNING
+    assert cluster.rule.state is State.RUNNING
 
 
 def test_a_checkpoint_is_gone_back_to_even_if_nothing_was_computed() -> None:
@@ -306,13 +281,15 @@ def test_who_is_closed_recovers_nothing_and_lets_go_of_what_waits(recovering: bo
     cluster = Cluster(None, None)
     if recovering:
         cluster.lose(1)
-        ((end, error, all_lost, _),) = cluster.close()
+        cluster.rule.close()
+        ((end, error, all_lost, _),) = cluster.news()
         assert (end, all_lost) == ("end", True)
         assert "/job:ps/task:1 was lost while the coordinator was being closed" in str(error)
     else:
-        assert cluster.close() == []
+        cluster.rule.close()
+        assert cluster.news() == []
     assert cluster.recovery is None
-    assert cluster.state() is State.CLOSED
+    assert cluster.rule.state is State.CLOSED
     assert cluster.lose(0) == cluster.replace(FencedError("a newer one")) == []
 
 

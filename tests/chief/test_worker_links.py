@@ -21,11 +21,7 @@ pytestmark = pytest.mark.virtual_time
 
 W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
 
-OPTIONS = CoordinatorOptions(
-    origin="o", min_workers=1, connect_timeout_s=60.0, ps_timeout_s=15.0, closure_timeout_s=None,
-    max_losses=3, max_flaps=3, watchdog_timeout_s=None, on_stall=None, attach=False,
-    has_backups=False,
-)  # fmt: skip
+OPTIONS = CoordinatorOptions(15.0, 60.0, 1, "o", max_losses=3, max_flaps=3)
 
 
 class Owner:

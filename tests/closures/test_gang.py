@@ -29,12 +29,9 @@ class World:
     def __init__(self, count: int) -> None:
         self.refused: list[tuple[int, Exception]] = []
         self.stopped: list[int] = []
-        self.merging_stopped = 0
+        self.merging_stopped: list[bool] = []
         workers = [f"/job:worker/task:{index}" for index in range(count)]
-        self.gang = Gang(workers, self.stopped.append, self.stop_merging)
-
-    def stop_merging(self) -> None:
-        self.merging_stopped += 1
+        self.gang = Gang(workers, self.stopped.append, lambda: self.merging_stopped.append(True))
 
     def arrive(self, replica: int, what: str) -> int | None:
         return self.gang.arrive(replica, what, Waiter(self, replica))
@@ -100,7 +97,7 @@ def test_a_replica_that_returns_without_awaiting_a_collective_has_given_it_up():
     world.arrive(1, "all_reduce SUM")
     world.arrive(0, "all_reduce SUM")
     gang.finished(0)
-    assert world.merging_stopped == 1
+    assert world.merging_stopped == [True]
     assert world.refused[1:] == [(1, gang.error)]
     assert "replica 0 on /job:worker/task:0 gave up all_reduce SUM" in str(gang.error)
 
@@ -204,7 +201,7 @@ def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
     world.arrive(0, "merge_call")
     world.arrive(1, "merge_call")
     gang.failed(1, WorkerLost("/job:worker/task:1"))
-    assert world.merging_stopped == 1
+    assert world.merging_stopped == [True]
     gang.failed(0, ValueError())
     assert not gang.has_ended
     assert not gang.merged(0)
