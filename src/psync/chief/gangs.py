@@ -197,9 +197,7 @@ class GangRun:
     barrier: Barrier  # its place in the queue
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """Of the caller: merge functions run in it."""
-    ended: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    ended: asyncio.Future[None] = field(default_factory=asyncio.Future)
     # Once it has begun, then there are closures:
     gang: Gang = field(init=False)
     closures: list[Replica] = field(default_factory=list)
