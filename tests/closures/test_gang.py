@@ -314,7 +314,7 @@ def test_who_waits_in_a_collective_is_not_reported_as_one_that_may_push():
     state = reports.decide(0.0)
     assert state is not None
     assert not state.queued
-    assert state.in_flight == ((replicas[1].id, "b"),)
+    assert state.in_flight == [(replicas[1].id, "b")]
 
 
 # --- in every order --------------------------------------------------------------------------
