@@ -202,9 +202,7 @@ async def follower(links: ClusterLinks) -> FollowedWorkers:
     return FollowedWorkers(links, ClosureQueue())
 
 
-async def test_what_comes_is_taken_in_and_what_leaves_is_forgotten(
-    follower: FollowedWorkers, links: ClusterLinks, cluster: MemoryCluster, owner: Owner
-) -> None:
+async def test_what_comes_is_taken_in_and_what_leaves_is_forgotten(follower, links, cluster, owner):
     (taking_in,) = follower.workers_changed({2: "worker-2:1"}, [])
     await asyncio.sleep(20)
     assert not taking_in.done()
@@ -235,12 +233,8 @@ async def test_one_that_is_elsewhere_now_takes_the_place_of_its_predecessor(
 
 
 async def test_one_that_is_given_up_before_it_came_is_no_error_of_the_program(
-    follower: FollowedWorkers,
-    links: ClusterLinks,
-    cluster: MemoryCluster,
-    owner: Owner,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    follower, links, owner, caplog
+):
     (taking_in,) = follower.workers_changed({2: "worker-2:1"}, [])
     await asyncio.sleep(5)
     with caplog.at_level(logging.ERROR):

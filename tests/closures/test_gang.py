@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,7 @@ from psync.closures.dispatcher import Dispatch
 from psync.closures.gang import Gang
 from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Cancel, ClosureQueue, Settle
-from psync.errors import (
-    ClosureCancelled,
-    EndOfData,
-    RemoteProtocolError,
-    UsageError,
-    WorkerLost,
-)
+from psync.errors import ClosureCancelled, EndOfData, RemoteProtocolError, UsageError, WorkerLost
 
 
 class World:
@@ -34,20 +29,14 @@ class World:
         self.gang = Gang(workers, self.stopped.append, lambda: self.merging_stopped.append(True))
 
     def arrive(self, replica: int, what: str) -> int | None:
-        return self.gang.arrive(replica, what, Waiter(self, replica))
+        def fail(error: Exception) -> None:
+            self.refused.append((replica, error))
+
+        return self.gang.arrive(replica, what, SimpleNamespace(replica=replica, fail=fail))
 
     def refusal(self) -> Exception:
         (error,) = {error for _, error in self.refused}
         return error
-
-
-class Waiter:
-    def __init__(self, world: World, replica: int) -> None:
-        self.world, self.replica = world, replica
-
-    def fail(self, error: BaseException) -> None:
-        assert isinstance(error, Exception)
-        self.world.refused.append((self.replica, error))
 
 
 def gang_of(count: int) -> tuple[World, Gang]:
@@ -165,11 +154,7 @@ def test_a_replica_that_fails_is_named_to_those_who_wait_and_the_others_are_stop
 @pytest.mark.parametrize(
     ("error", "cls", "text"),
     [
-        (
-            WorkerLost("/job:worker/task:1"),
-            WorkerLost,
-            "/job:worker/task:1 was lost with replica 1",
-        ),
+        (WorkerLost("/job:worker/task:1"), WorkerLost, "task:1 was lost with replica 1"),
         (EndOfData("no more"), ClosureCancelled, "task:1 met the end of its data"),
         (KeyError(), ClosureCancelled, "task:1 failed: KeyError"),
     ],
