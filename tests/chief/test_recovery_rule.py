@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from types import coroutine
 from typing import Any, cast
 
@@ -50,9 +50,9 @@ class Cluster:
 
         return act
 
-    def recover(self, recovery: Coroutine[Any, Any, None]) -> None:
+    def recover(self, recovery: Callable[[], Any]) -> None:
         assert self.recovery is None, "one at a time"
-        self.recovery = recovery
+        self.recovery = recovery()
         self._send(None)
 
     def abandon(self) -> None:

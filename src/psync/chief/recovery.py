@@ -12,11 +12,11 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
@@ -531,14 +531,15 @@ class ClusterRecovery:
             if self.rule.state in rules.OVER:
                 raise
             logger.exception("the recovery of ps tasks failed")
+            self.abandon()
             self.rule.end(exc)
 
-    def recover(self, recovery: Coroutine[Any, Any, None]) -> None:
+    def recover(self, recovery: Callable[[], Awaitable[None]]) -> None:
         """Run a recovery in the background, one at a time."""
 
         async def run() -> None:
             with self._ending_all_if_it_fails():
-                await recovery
+                await recovery()
 
         self._task = asyncio.get_running_loop().create_task(run())
 

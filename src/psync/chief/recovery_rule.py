@@ -145,9 +145,9 @@ class RecoveryRule:
             self.state, self._alone, self._served = State.FAILOVER, [], {}
             self._note_dead(ps)
             self._hands.hold()
-            self._hands.recover(self._fail_over())
+            self._hands.recover(self._fail_over)
         elif self._goes_back([ps]):
-            self._hands.recover(self._go_back())
+            self._hands.recover(self._go_back)
 
     def replaced(self, error: FencedError) -> None:
         """A newer coordinator has come: workers and ps tasks serve that. The first one counts."""
