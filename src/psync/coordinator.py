@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import weakref
@@ -487,7 +486,7 @@ class Coordinator:
 
         One report at a time, so of the states that follow one another meanwhile only the last.
         """
-        link, versions = self.links.ps.links[0], itertools.count(1)
+        link = self.links.ps.links[0]
         self._report_due.set()
         try:
             await link.call(messages.AwaitWaiters())
@@ -496,12 +495,8 @@ class Coordinator:
                     async with asyncio.timeout_at(self._reports.next_deadline()):
                         await self._report_due.wait()
                 self._report_due.clear()
-                if (state := self._reports.decide(self.loop.time())) is not None:
-                    message = messages.ReportSchedule(
-                        next(versions), list(state.workers), list(state.missing), state.queued,
-                        list(state.in_flight),
-                    )  # fmt: skip
-                    await link.call(message)
+                if (report := self._reports.decide(self.loop.time())) is not None:
+                    await link.call(report)
         except (ParameterServerLost, FencedError, ClosedError) as exc:
             logger.debug("the schedule is no longer reported: %s", exc)  # others say why
         except PsyncError as exc:

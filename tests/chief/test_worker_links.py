@@ -21,11 +21,7 @@ pytestmark = pytest.mark.virtual_time
 
 W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
 
-OPTIONS = CoordinatorOptions(
-    origin="o", min_workers=1, connect_timeout_s=60.0, ps_timeout_s=15.0, closure_timeout_s=None,
-    max_losses=3, max_flaps=3, watchdog_timeout_s=None, on_stall=None, attach=False,
-    has_backups=False,
-)  # fmt: skip
+OPTIONS = CoordinatorOptions(15.0, 60.0, 1, "o", max_losses=3, max_flaps=3)
 
 
 class Owner:
@@ -206,9 +202,7 @@ async def follower(links: ClusterLinks) -> FollowedWorkers:
     return FollowedWorkers(links, ClosureQueue())
 
 
-async def test_what_comes_is_taken_in_and_what_leaves_is_forgotten(
-    follower: FollowedWorkers, links: ClusterLinks, cluster: MemoryCluster, owner: Owner
-) -> None:
+async def test_what_comes_is_taken_in_and_what_leaves_is_forgotten(follower, links, cluster, owner):
     (taking_in,) = follower.workers_changed({2: "worker-2:1"}, [])
     await asyncio.sleep(20)
     assert not taking_in.done()
@@ -239,12 +233,8 @@ async def test_one_that_is_elsewhere_now_takes_the_place_of_its_predecessor(
 
 
 async def test_one_that_is_given_up_before_it_came_is_no_error_of_the_program(
-    follower: FollowedWorkers,
-    links: ClusterLinks,
-    cluster: MemoryCluster,
-    owner: Owner,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    follower, links, owner, caplog
+):
     (taking_in,) = follower.workers_changed({2: "worker-2:1"}, [])
     await asyncio.sleep(5)
     with caplog.at_level(logging.ERROR):

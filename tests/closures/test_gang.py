@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,39 +12,51 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch
-from psync.closures.gang import Gang, Merge, Refuse, Stop, StopMerging
+from psync.closures.gang import Gang
 from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Cancel, ClosureQueue, Settle
-from psync.errors import (
-    ClosureCancelled,
-    EndOfData,
-    RemoteProtocolError,
-    UsageError,
-    WorkerLost,
-)
+from psync.errors import ClosureCancelled, EndOfData, RemoteProtocolError, UsageError, WorkerLost
 
 
-def gang_of(count: int) -> Gang:
-    return Gang([f"/job:worker/task:{index}" for index in range(count)])
+class World:
+    """A gang, the requests of its replicas, and what it has asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.refused: list[tuple[int, Exception]] = []
+        self.stopped: list[int] = []
+        self.merging_stopped: list[bool] = []
+        workers = [f"/job:worker/task:{index}" for index in range(count)]
+        self.gang = Gang(workers, self.stopped.append, lambda: self.merging_stopped.append(True))
+
+    def arrive(self, replica: int, what: str) -> int | None:
+        def fail(error: Exception) -> None:
+            self.refused.append((replica, error))
+
+        return self.gang.arrive(replica, what, SimpleNamespace(replica=replica, fail=fail))
+
+    def refusal(self) -> Exception:
+        (error,) = {error for _, error in self.refused}
+        return error
 
 
-def refused(actions: list[Any]) -> tuple[tuple[int, ...], Exception]:
-    (refuse,) = [action for action in actions if isinstance(action, Refuse)]
-    return refuse.replicas, refuse.error
+def gang_of(count: int) -> tuple[World, Gang]:
+    world = World(count)
+    return world, world.gang
 
 
 # --- meeting ---------------------------------------------------------------------------------
 
 
 def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
-    gang = gang_of(3)
-    assert gang.arrive(0, "merge_call") == []
-    assert gang.arrive(2, "merge_call") == []
+    world, gang = gang_of(3)
+    assert world.arrive(0, "merge_call") is None
+    assert world.arrive(2, "merge_call") is None
     assert [gang.waits(replica) for replica in range(3)] == [True, False, True]
-    assert gang.arrive(1, "merge_call") == [Merge(0)]
-    assert gang.merged(0)
+    assert world.arrive(1, "merge_call") == 0
+    assert [request.replica for request in gang.requests(0)] == [0, 1, 2]
+    assert [request.replica for request in gang.merged(0)] == [0, 1, 2]
     assert not any(gang.waits(replica) for replica in range(3))
-    assert gang.arrive(1, "all_reduce SUM") == []
+    assert world.arrive(1, "all_reduce SUM") is None
     assert gang.describe() == (
         "replica 1 on /job:worker/task:1 in all_reduce SUM, and not yet "
         "replica 0 on /job:worker/task:0, replica 2 on /job:worker/task:2"
@@ -51,12 +64,12 @@ def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
 
 
 def test_a_replica_may_be_in_several_collectives_at_once():
-    gang = gang_of(2)
-    assert gang.arrive(0, "a") == []
-    assert gang.arrive(0, "b") == []
-    assert gang.arrive(1, "a") == [Merge(0)]
+    world, gang = gang_of(2)
+    assert world.arrive(0, "a") is None
+    assert world.arrive(0, "b") is None
+    assert world.arrive(1, "a") == 0
     assert gang.describe().startswith("replica 0 on /job:worker/task:0 in b, and not yet")
-    assert gang.arrive(1, "b") == [Merge(1)]
+    assert world.arrive(1, "b") == 1
     assert gang.describe() == "a is being computed"
     assert gang.merged(1)
     assert gang.waits(0)
@@ -65,19 +78,16 @@ def test_a_replica_may_be_in_several_collectives_at_once():
     assert gang.describe() == ""
 
 
-def gang_refusal(gang: Gang, replica: int) -> Refuse:
-    assert gang.error is not None
-    return Refuse((replica,), gang.error)
-
-
 def test_a_replica_that_returns_without_awaiting_a_collective_has_given_it_up():
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    gang.arrive(1, "merge_call")
+    world, gang = gang_of(2)
+    world.arrive(0, "merge_call")
+    world.arrive(1, "merge_call")
     assert gang.merged(0)
-    gang.arrive(1, "all_reduce SUM")
-    gang.arrive(0, "all_reduce SUM")
-    assert gang.finished(0) == [StopMerging(), gang_refusal(gang, 1)]
+    world.arrive(1, "all_reduce SUM")
+    world.arrive(0, "all_reduce SUM")
+    gang.finished(0)
+    assert world.merging_stopped == [True]
+    assert world.refused[1:] == [(1, gang.error)]
     assert "replica 0 on /job:worker/task:0 gave up all_reduce SUM" in str(gang.error)
 
 
@@ -85,56 +95,56 @@ def test_a_replica_that_returns_without_awaiting_a_collective_has_given_it_up():
 
 
 def test_different_collectives_are_an_error_for_all():
-    gang = gang_of(3)
-    gang.arrive(0, "merge_call")
-    actions = gang.arrive(1, "all_reduce SUM")
-    replicas, error = refused(actions)
-    assert replicas == (0, 1)
+    world, gang = gang_of(3)
+    world.arrive(0, "merge_call")
+    world.arrive(1, "all_reduce SUM")
+    error = world.refusal()
+    assert [replica for replica, _ in world.refused] == [0, 1]
     assert isinstance(error, UsageError)
     assert str(error).startswith(
         "different collectives: replica 0 on /job:worker/task:0 is in merge_call, "
         "replica 1 on /job:worker/task:1 in all_reduce SUM\nhint: "
     )
-    assert Stop((2,)) in actions
+    assert world.stopped == [2]
     assert gang.error is error
     assert not gang.has_ended
-    assert refused(gang.arrive(2, "merge_call")) == ((2,), error)
+    assert world.arrive(2, "merge_call") is None
+    assert world.refused[2:] == [(2, error)]
 
 
 @pytest.mark.parametrize("returns_first", [True, False])
 def test_different_numbers_of_collectives_are_an_error_for_all(returns_first):
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    gang.arrive(1, "merge_call")
+    world, gang = gang_of(2)
+    world.arrive(0, "merge_call")
+    world.arrive(1, "merge_call")
     gang.merged(0)
     if returns_first:
         gang.finished(0)
-        actions = gang.arrive(1, "all_reduce SUM")
-    else:
-        gang.arrive(1, "all_reduce SUM")
-        actions = gang.finished(0)
-    replicas, error = refused(actions)
-    assert replicas == (1,)
+    world.arrive(1, "all_reduce SUM")
+    if not returns_first:
+        gang.finished(0)
+    ((replica, error),) = world.refused
+    assert replica == 1
     assert isinstance(error, UsageError)
     assert error.message == (
         "different numbers of collectives: replica 0 on /job:worker/task:0 returned after 1, "
         "replica 1 on /job:worker/task:1 is in its number 2, all_reduce SUM"
     )
-    assert gang.failed(1, error) == []
+    gang.failed(1, error)
     assert gang.has_ended
     assert gang.error is error
 
 
 def test_a_replica_that_fails_is_named_to_those_who_wait_and_the_others_are_stopped():
-    gang = gang_of(3)
-    gang.arrive(0, "merge_call")
+    world, gang = gang_of(3)
+    world.arrive(0, "merge_call")
     boom = ValueError("boom")
-    actions = gang.failed(1, boom)
+    gang.failed(1, boom)
     assert gang.error is boom
-    assert refused(actions)[0] == (0,)
-    assert str(refused(actions)[1]) == ("replica 1 on /job:worker/task:1 failed: ValueError: boom")
-    assert actions[-1] == Stop((2,))
-    gang.failed(0, refused(actions)[1])
+    assert [replica for replica, _ in world.refused] == [0]
+    assert str(world.refusal()) == "replica 1 on /job:worker/task:1 failed: ValueError: boom"
+    assert world.stopped == [2]
+    gang.failed(0, world.refusal())
     assert not gang.has_ended
     gang.finished(2)
     assert gang.has_ended
@@ -144,45 +154,39 @@ def test_a_replica_that_fails_is_named_to_those_who_wait_and_the_others_are_stop
 @pytest.mark.parametrize(
     ("error", "cls", "text"),
     [
-        (
-            WorkerLost("/job:worker/task:1"),
-            WorkerLost,
-            "/job:worker/task:1 was lost with replica 1",
-        ),
+        (WorkerLost("/job:worker/task:1"), WorkerLost, "task:1 was lost with replica 1"),
         (EndOfData("no more"), ClosureCancelled, "task:1 met the end of its data"),
         (KeyError(), ClosureCancelled, "task:1 failed: KeyError"),
     ],
 )
 def test_how_a_replica_ended_is_told(error, cls, text):
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    told = refused(gang.failed(1, error))[1]
-    assert type(told) is cls
-    assert text in str(told)
+    world, gang = gang_of(2)
+    world.arrive(0, "merge_call")
+    gang.failed(1, error)
+    assert type(world.refusal()) is cls
+    assert text in str(world.refusal())
     assert gang.error is error
 
 
 def test_a_replica_that_gives_up_ends_the_gang():
-    gang = gang_of(2)
-    gang.arrive(0, "all_reduce SUM")
-    actions = gang.gave_up(0)
-    assert "replica 0 on /job:worker/task:0 gave up all_reduce SUM" in str(gang.error)
-    assert Stop((1,)) in actions
-    assert gang.gave_up(0) == []
-    assert "gave up a collective" in str(_gave_up_unseen())
-
-
-def _gave_up_unseen() -> BaseException | None:
-    gang = gang_of(2)
+    world, gang = gang_of(2)
+    world.arrive(0, "all_reduce SUM")
     gang.gave_up(0)
-    return gang.error
+    assert "replica 0 on /job:worker/task:0 gave up all_reduce SUM" in str(gang.error)
+    assert world.stopped == [1]
+    gang.gave_up(0)
+    assert world.stopped == [1]
+    _, gang = gang_of(2)
+    gang.gave_up(0)
+    assert "gave up a collective" in str(gang.error)
 
 
 def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    gang.arrive(1, "merge_call")
-    assert gang.failed(1, WorkerLost("/job:worker/task:1"))[0] == StopMerging()
+    world, gang = gang_of(2)
+    world.arrive(0, "merge_call")
+    world.arrive(1, "merge_call")
+    gang.failed(1, WorkerLost("/job:worker/task:1"))
+    assert world.merging_stopped == [True]
     gang.failed(0, ValueError())
     assert not gang.has_ended
     assert not gang.merged(0)
@@ -295,7 +299,7 @@ def test_who_waits_in_a_collective_is_not_reported_as_one_that_may_push():
     state = reports.decide(0.0)
     assert state is not None
     assert not state.queued
-    assert state.in_flight == ((replicas[1].id, "b"),)
+    assert state.in_flight == [(replicas[1].id, "b")]
 
 
 # --- in every order --------------------------------------------------------------------------
@@ -306,26 +310,20 @@ class GangMachine(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 4))
     def begin(self, count: int) -> None:
-        self.gang = gang_of(count)
+        self.world, self.gang = gang_of(count)
         self.waits: dict[int, int] = {}  # replica → the number that it waits in
         self.number = [0] * count
         self.merging: set[int] = set()
         self.left = set(range(count))
         self.failed = False
 
-    def perform(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case Merge(number):
-                    assert len(self.waits) == len(self.number), "not all are there"
-                    self.merging.add(number)
-                case Refuse(replicas, error):
-                    assert error is not None
-                    for replica in replicas:
-                        del self.waits[replica]
-                case Stop(replicas):
-                    assert self.left.issuperset(replicas)
-                    assert not self.waits.keys() & set(replicas)
+    def look(self) -> None:
+        for replica, _ in self.world.refused:
+            self.waits.pop(replica, None)
+        assert self.left.issuperset(self.world.stopped)
+        assert not self.waits.keys() & set(self.world.stopped)
+        self.world.refused.clear()
+        self.world.stopped.clear()
         self.failed = self.failed or self.gang.error is not None
 
     def active(self) -> list[int]:
@@ -337,14 +335,18 @@ class GangMachine(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(self.active()))
         self.waits[replica] = self.number[replica]
         self.number[replica] += 1
-        self.perform(self.gang.arrive(replica, what))
+        if (number := self.world.arrive(replica, what)) is not None:
+            assert len(self.waits) == len(self.number), "not all are there"
+            self.merging.add(number)
+        self.look()
 
     @precondition(lambda self: self.active())
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(self.active()))
         self.left.discard(replica)
-        self.perform(self.gang.finished(replica))
+        self.gang.finished(replica)
+        self.look()
 
     @precondition(lambda self: self.left)
     @rule(data=st.data())
@@ -352,15 +354,16 @@ class GangMachine(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(sorted(self.left)))
         self.left.discard(replica)
         self.waits.pop(replica, None)
-        self.perform(self.gang.failed(replica, WorkerLost(f"/job:worker/task:{replica}")))
+        self.gang.failed(replica, WorkerLost(f"/job:worker/task:{replica}"))
+        self.look()
         assert self.gang.error is not None
 
     @precondition(lambda self: self.waits)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(sorted(self.waits)))
-        actions = self.gang.gave_up(replica)
-        self.perform(actions)
+        self.gang.gave_up(replica)
+        self.look()
         self.waits.pop(replica, None)
 
     @precondition(lambda self: self.merging)
@@ -373,7 +376,8 @@ class GangMachine(RuleBasedStateMachine):
 
     @rule()
     def cancel(self) -> None:
-        self.perform(self.gang.cancel(ClosureCancelled("run was cancelled")))
+        self.gang.cancel(ClosureCancelled("run was cancelled"))
+        self.look()
 
     @invariant()
     def nobody_waits_for_nobody(self) -> None:

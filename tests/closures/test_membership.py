@@ -19,13 +19,13 @@ from psync.closures.membership import (
     Flapping,
     Membership,
     ScheduleReports,
-    ScheduleState,
     SessionEnd,
     backoff,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
 from psync.closures.scaling import AdaptiveRule, Load, changes
 from psync.errors import ConfigurationError, EndOfData, LocalProtocolError
+from psync.wire.messages import ReportSchedule
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
 P0, P1 = "/job:ps/task:0", "/job:ps/task:1"
@@ -329,7 +329,7 @@ class World:
         self.queue.end_of_data(worker, closure_id, EndOfData())
         self.reports.out_of_data(worker)
 
-    def news(self) -> ScheduleState | None:
+    def news(self) -> ReportSchedule | None:
         """What is reported once no deadline is left."""
         state = self.reports.decide(self.now) if self.reports.look() else None
         while state is None and (deadline := self.reports.next_deadline()) is not None:
@@ -346,7 +346,7 @@ class World:
 
 def test_the_first_state_is_reported_whatever_it_is():
     world = World()
-    assert world.news() == ScheduleState((), (A, B, C), False, ())
+    assert world.news() == ReportSchedule(1, [], [A, B, C], False, [])
     assert world.news() is None
 
 
@@ -354,28 +354,28 @@ def test_workers_take_part_under_their_incarnation_and_in_the_order_of_the_clust
     world = World()
     world.join(C, 9)
     world.join(A, 7)
-    assert world.news() == ScheduleState(((A, 7), (C, 9)), (B,), False, ())
+    assert world.news() == ReportSchedule(1, [(A, 7), (C, 9)], [B], False, [])
     world.lose(A)
-    assert world.news() == ScheduleState(((C, 9),), (A, B), False, ())
+    assert world.news() == ReportSchedule(2, [(C, 9)], [A, B], False, [])
     world.join(A, 8)
-    assert world.news() == ScheduleState(((A, 8), (C, 9)), (B,), False, ())
+    assert world.news() == ReportSchedule(3, [(A, 8), (C, 9)], [B], False, [])
 
 
 def test_a_closure_that_no_worker_has_is_queued():
     world = World(A, B)
     world.queue.pause()
     world.schedule(0)
-    assert world.news() == ScheduleState(((A, 7), (B, 7)), (C,), True, ())
+    assert world.news() == ReportSchedule(1, [(A, 7), (B, 7)], [C], True, [])
 
 
 def test_the_last_closures_are_named_with_their_workers():
     world = World(A, B)
     world.schedule(0, 1)
-    assert world.news() == ScheduleState(((A, 7), (B, 7)), (C,), False, ((0, A), (1, B)))
+    assert world.news() == ReportSchedule(1, [(A, 7), (B, 7)], [C], False, [(0, A), (1, B)])
     world.finish(A, 0)
-    assert world.news().in_flight == ((1, B),)
+    assert world.news().in_flight == [(1, B)]
     world.finish(B, 1)
-    assert world.news().in_flight == ()
+    assert world.news().in_flight == []
 
 
 def test_a_full_queue_is_not_looked_at_closer():
@@ -444,14 +444,14 @@ def test_a_closure_is_news_at_once_and_its_end_a_little_later():
     world.reports.decide(4.0)
     world.schedule(0)
     assert world.reports.look()
-    assert world.reports.decide(5.0).in_flight == ((0, A),)
+    assert world.reports.decide(5.0).in_flight == [(0, A)]
     world.finish(A, 0)
     assert world.reports.look()
     assert world.reports.decide(6.0) is None
     assert world.reports.next_deadline() == 6.0 + SETTLE_S
     assert world.reports.decide(6.0 + SETTLE_S / 2) is None
     assert world.reports.next_deadline() == 6.0 + SETTLE_S  # counted from the first news
-    assert world.reports.decide(6.0 + SETTLE_S).in_flight == ()
+    assert world.reports.decide(6.0 + SETTLE_S).in_flight == []
     assert world.reports.next_deadline() is None
 
 
@@ -459,7 +459,7 @@ def test_closures_one_by_one_are_not_worth_a_report_each():
     world = World(A, B)
     world.reports.decide(4.0)
     world.schedule(0)
-    assert world.reports.decide(5.0).in_flight == ((0, A),)
+    assert world.reports.decide(5.0).in_flight == [(0, A)]
     for closure, worker in enumerate((A, B, A, B)):
         world.finish(worker, closure)
         world.schedule(closure + 1)
@@ -467,7 +467,7 @@ def test_closures_one_by_one_are_not_worth_a_report_each():
             assert closure == 0
             assert world.reports.decide(5.001) is None
     assert world.reports.next_deadline() == 5.0 + SETTLE_S  # counted from the last report
-    assert world.reports.decide(5.0 + SETTLE_S).in_flight == ((4, A),)
+    assert world.reports.decide(5.0 + SETTLE_S).in_flight == [(4, A)]
 
 
 def test_a_queue_that_fills_and_a_worker_that_comes_are_always_urgent():
@@ -494,7 +494,7 @@ def test_who_will_be_back_at_once_is_not_missed_until_it_is():
     world.reports.tell_all()
     state = world.news()
     assert state is not None
-    assert (state.workers, state.missing) == (((A, 7), (B, 7)), (C,))
+    assert (state.workers, state.missing) == ([(A, 7), (B, 7)], [C])
     world.join(B, 8)
     state = world.news()
     assert state is not None

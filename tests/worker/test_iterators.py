@@ -131,21 +131,6 @@ def test_next_blocks_until_a_batch_is_loaded(made: list[WorkerIterator]) -> None
     dataset.gate.release(5)
 
 
-def test_repr_tells_the_state(make: Callable[..., WorkerIterator]) -> None:
-    def dataset_fn() -> list[int]:
-        return []
-
-    iterator = make(dataset_fn)
-    with pytest.raises(EndOfData):
-        next(iterator)
-    assert repr(iterator) == (
-        "<dataset dataset_fn on worker 0, ended, 0 batches handed out, 0 ahead>"
-    )
-    iterator.close()
-    assert "closed" in repr(iterator)
-    assert "open" in repr(make(itertools.count))
-
-
 # --- the end ----------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from psync.chief.links import WorkerLinks
 from psync.closures.closure import NO_DATA, Closure, Needs, Replica
-from psync.closures.gang import Gang, GangAction, Merge, Refuse, Stop, StopMerging
+from psync.closures.gang import Gang
 from psync.closures.queue import Action, Barrier, ClosureQueue
 from psync.errors import (
     ClosedError,
@@ -197,16 +197,11 @@ class GangRun:
     barrier: Barrier  # its place in the queue
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """Of the caller: merge functions run in it."""
-    ended: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    ended: asyncio.Future[None] = field(default_factory=asyncio.Future)
     # Once it has begun, then there are closures:
     gang: Gang = field(init=False)
     closures: list[Replica] = field(default_factory=list)
     values: list[RemoteValue[Any]] = field(default_factory=list)
-    arrivals: list[dict[int, Request[ReachCollective]]] = field(default_factory=list)
-    """Of each replica, by number, those not answered; their bodies are (function, value)."""
-    num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
     merges: dict[int, asyncio.Task[list[Answer]]] = field(default_factory=dict)
 
     def replica_of(self, closure_id: int) -> int | None:
@@ -412,7 +407,15 @@ class GangRunner:
         except PsyncError as exc:
             self._end(run, exc)
             return
-        run.gang = Gang(workers)
+
+        def stop(replica: int) -> None:
+            self.perform(self.queue.cancel(run.closures[replica].id))
+
+        def stop_merging() -> None:
+            for task in run.merges.values():
+                task.cancel()
+
+        run.gang = Gang(workers, stop, stop_merging)
         for replica_id, payload in enumerate(arguments):
             call = ScheduledCall(run.function, payload, replica=(replica_id, len(workers)))
             name = f"{run.function.name}, replica {replica_id}"
@@ -421,8 +424,6 @@ class GangRunner:
             call.value = weakref.ref(value)
             run.closures.append(closure)
             run.values.append(value)
-            run.arrivals.append({})
-            run.num_arrived.append(0)
         self.perform(self.queue.begin_gang(list(zip(workers, run.closures, strict=True))))
 
     def _end(self, run: GangRun, error: BaseException | None) -> None:
@@ -439,7 +440,8 @@ class GangRunner:
             return
         if not isinstance(error, PsyncError):
             error = ClosureCancelled(f"{type(error).__name__}: {text_of(error)}")
-        self._perform(run, run.gang.cancel(error))
+        run.gang.cancel(error)
+        self._look_at(run)
 
     def _cancelled(self) -> ClosureCancelled:
         return ClosureCancelled(
@@ -453,12 +455,10 @@ class GangRunner:
         replica = run.replica_of(closure.id)
         assert replica is not None, f"{closure} is of another gang"
         if closure.error is None:
-            actions = run.gang.finished(replica)
+            run.gang.finished(replica)
         else:
-            actions = run.gang.failed(replica, closure.error)
-        for request in run.arrivals[replica].values():
-            request.fail(ClosureCancelled("the replica has ended"))
-        self._perform(run, actions)
+            run.gang.failed(replica, closure.error)
+        self._look_at(run)
 
     # Collectives.
 
@@ -473,38 +473,24 @@ class GangRunner:
         if self.workers.current(peer) is None or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         request.on_given_up = functools.partial(self._gave_up, run, replica)
-        run.arrivals[replica][run.num_arrived[replica]] = request
-        run.num_arrived[replica] += 1
-        self._perform(run, run.gang.arrive(replica, message.what))
+        if (number := run.gang.arrive(replica, message.what, request)) is not None:
+            requests = run.gang.requests(number)  # whose bodies are (function, value)
+            brought = [Payload.from_segments(each.segments) for each in requests]
+            task = asyncio.get_running_loop().create_task(
+                merge(run.strategy, brought, self.packing), context=run.context.copy()
+            )
+            run.merges[number] = task
+            task.add_done_callback(functools.partial(self._merged, run, number))
+        self._look_at(run)
 
     def _gave_up(self, run: GangRun, replica: int, request: Request[Any]) -> None:
         if not request.peer.is_closed and not run.closures[replica].is_final:
-            self._perform(run, run.gang.gave_up(replica))
+            run.gang.gave_up(replica)
+            self._look_at(run)
 
-    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
-        """Carry out what the gang decided."""
-        gang = run.gang
-        for action in actions:
-            if isinstance(action, Merge):
-                requests = [arrived[action.number] for arrived in run.arrivals]
-                brought = [Payload.from_segments(request.segments) for request in requests]
-                task = asyncio.get_running_loop().create_task(
-                    merge(run.strategy, brought, self.packing),
-                    context=run.context.copy(),
-                )
-                run.merges[action.number] = task
-                task.add_done_callback(functools.partial(self._merged, run, action.number))
-            elif isinstance(action, Refuse):
-                for replica in action.replicas:
-                    for request in run.arrivals[replica].values():
-                        request.fail(action.error)
-            elif isinstance(action, StopMerging):
-                for task in run.merges.values():
-                    task.cancel()
-            elif isinstance(action, Stop):
-                for replica in action.replicas:
-                    self.perform(self.queue.cancel(run.closures[replica].id))
-        changed = False
+    def _look_at(self, run: GangRun) -> None:
+        """Something has happened to a gang: tell of it, and end it when nothing of it is left."""
+        gang, changed = run.gang, False
         for replica, closure in enumerate(run.closures):
             changed = changed or closure.in_collective is not gang.waits(replica)
             closure.in_collective = gang.waits(replica)
@@ -517,8 +503,8 @@ class GangRunner:
         """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
         if task.cancelled() or task.exception() is not None:
-            self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
-        if run.gang.merged(number):
-            for arrived, reply in zip(run.arrivals, task.result(), strict=True):
-                arrived.pop(number).answer(*reply)
-        self._perform(run, ())
+            run.gang.cancel(ClosureCancelled("a merge function was stopped"))
+        if requests := run.gang.merged(number):
+            for request, reply in zip(requests, task.result(), strict=True):
+                request.answer(*reply)
+        self._look_at(run)

@@ -532,34 +532,6 @@ ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""
 
 
-async def enquire(
-    platform: Platform, task: str, address: str, *, previous: int = 0, seen: int = 0
-) -> int:
-    """Ask ps 0 for a new incarnation, or another task for the highest that it has served.
-
-    Waits for the task as long as it takes, and asks again if a connection is lost.
-
-    Args:
-        platform: Network, secret, randomness.
-        task: Whom to ask.
-        address: Where it listens.
-        previous: What this coordinator was granted before; 0: nothing.
-        seen: The highest that another task has served; 0: none is known.
-
-    Raises:
-        FencedError: Another coordinator has asked after this one.
-        AuthenticationError, ProtocolError: Something else answers at that address.
-
-    Cancellation: Safe.
-    """
-    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
-    try:
-        grant = messages.GrantCoordinator(previous, seen)
-        return (await _ask_retrying(endpoint, task, address, grant, messages.Number)).value
-    finally:
-        await endpoint.close()
-
-
 async def _ask_retrying(
     endpoint: Endpoint, task: str, address: str, message: Message, answer: type[M]
 ) -> M:
@@ -841,12 +813,35 @@ class ClusterLinks:
                 logger.error("a supervisor of the coordinator failed", exc_info=error)
 
     async def enquire(self, previous: int = 0, seen: int = 0) -> None:
-        """Let ps 0 grant an incarnation, see ``enquire``; it is borne from now on."""
-        (task, address), *_ = self.processes.items()
-        incarnation = await enquire(self._platform, task, address, previous=previous, seen=seen)
+        """Let ps 0 grant an incarnation, see ``_granted``; it is borne from now on."""
+        incarnation = await self._granted(*next(iter(self.processes.items())), previous, seen)
         note_incarnation(incarnation)
         self.endpoint.incarnation = incarnation
         self._served.clear()
+
+    async def _granted(self, task: str, address: str, previous: int = 0, seen: int = 0) -> int:
+        """Ask ps 0 for a new incarnation, or another task for the highest that it has served.
+
+        Waits for the task as long as it takes, and asks again if a connection is lost.
+
+        Args:
+            task: Whom to ask.
+            address: Where it listens.
+            previous: What this coordinator was granted before; 0: nothing.
+            seen: The highest that another task has served; 0: none is known.
+
+        Raises:
+            FencedError: Another coordinator has asked after this one.
+            AuthenticationError, ProtocolError: Something else answers at that address.
+
+        Cancellation: Safe.
+        """
+        endpoint = Endpoint(self._platform, CHIEF, ENQUIRER, {})
+        try:
+            grant = messages.GrantCoordinator(previous, seen)
+            return (await _ask_retrying(endpoint, task, address, grant, messages.Number)).value
+        finally:
+            await endpoint.close()
 
     async def ask_again(self, refused: int, task: str, address: str) -> None:
         """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
@@ -861,7 +856,7 @@ class ClusterLinks:
             async with self._enquiring:
                 if self.endpoint.incarnation != refused:
                     return  # somebody has asked meanwhile
-                seen = await enquire(self._platform, task, address)
+                seen = await self._granted(task, address)
                 if seen <= refused:
                     raise FencedError(f"{task} serves a newer coordinator than this one")
                 logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)

@@ -1,4 +1,4 @@
-"""Recovery from the loss of a ps: performs what ``recovery_rule`` decides, and keeps backups.
+"""Recovery from the loss of a ps: the hands of ``recovery_rule``, and the backups of ps tasks.
 
 Closures are paused while it recovers, and what is scheduled when all is gone has the same end. This
 is the coordinator's half: a worker that loses a ps ends its session, see ``worker_task``.
@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation
 from psync.chief.gangs import GangRunner, ScheduledCall
 from psync.chief.links import ClusterLinks
-from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
+from psync.chief.recovery_rule import RecoveryRule, State
 from psync.chief.watch import FailoverEvent, RollbackEvent
 from psync.client.context import setting
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, ask
@@ -294,13 +294,13 @@ class ClusterRecovery:
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(
-            links.homes, lambda: self.source is not None,
+            self, links.homes, lambda: self.source is not None,
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
         links.on_ps_lost, links.on_replaced = self.ps_lost, self.replaced
         links.on_worker_given_up = self.fail_if_gone
-        self._task: asyncio.Task[None] | None = None  # takes steps
+        self._task: asyncio.Task[None] | None = None  # recovers
         self._began: float | None = None  # when the queue was paused; None: it is not
         # Of the present rollback: how far training was, and what it goes back to.
         self._from_step = 0
@@ -476,13 +476,15 @@ class ClusterRecovery:
 
     def ps_lost(self, error: ParameterServerLost) -> None:
         """A ps is lost."""
-        if self.rule.state in (State.GONE, State.CLOSED):
+        if self.rule.state in rules.OVER:
             logger.error("%s", error.message)
-        self.act(self.rule.lost(parse_task_name(error.task)[1], error))
+        with self._ending_all_if_it_fails():
+            self.rule.lost(parse_task_name(error.task)[1], error)
+        self.backups.look()
 
     def will_recover(self, error: ParameterServerLost) -> bool:
         """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
-        if self.source is None or self.rule.state in (State.GONE, State.CLOSED):
+        if self.source is None or self.rule.state in rules.OVER:
             return False
         if all(link.task != error.task for link in self.links.ps.links):
             return False  # a gang has ended because some ps was lost, which we know
@@ -492,7 +494,7 @@ class ClusterRecovery:
 
     def replaced(self, error: FencedError) -> None:
         """End everything, now and at every join: workers and ps tasks serve another one."""
-        self.act(self.rule.replaced(error))
+        self.rule.replaced(error)
 
     @property
     def is_gone(self) -> bool:
@@ -515,72 +517,84 @@ class ClusterRecovery:
         self.gangs.fail(error)
         self.perform(actions)
 
-    # What is done about it.
+    # The hands of the rule.
 
-    def act(self, actions: Sequence[Action]) -> None:
-        """Do what was decided, a step in the background."""
-        if (step := self._do(actions)) is not None:
-            self._task = asyncio.get_running_loop().create_task(self._run(step))
+    @contextlib.contextmanager
+    def _ending_all_if_it_fails(self) -> Iterator[None]:
+        """End the run if this raises: joins would wait forever.
 
-    async def _run(self, step: Step | None) -> None:
-        while step is not None:
-            try:
-                await self._take(step)
-            except Exception as exc:
-                actions = self.rule.failed(exc)
-            else:
-                actions = self.rule.done()
-            step = self._do(actions)
+        An error of ``end`` itself is the caller's: the rule knows then that all is over.
+        """
+        try:
+            yield
+        except Exception as exc:
+            if self.rule.state in rules.OVER:
+                raise
+            logger.exception("the recovery of ps tasks failed")
+            self.abandon()
+            self.rule.end(exc)
 
-    async def _take(self, step: Step) -> None:
-        """Take a step. In a rollback all ps tasks restore the snapshots of the newest checkpoint.
+    def recover(self, recovery: Callable[[], Awaitable[None]]) -> None:
+        """Run a recovery in the background, one at a time."""
 
-        READ    the newest checkpoint, and how far training was
-        ATTACH  every ps, once it is there
-        LOAD    PrepareSnapshot, FillSnapshot: each ps reads its file, or is sent it
-        SWITCH  RestoreSnapshot: a new timeline
-        CREATE  CreateShards, where a ps was lost: in place of READ, LOAD and SWITCH of a fresh
-                start
-        ADOPT   AdoptShards: the next program may attach itself to what there is
+        async def run() -> None:
+            with self._ending_all_if_it_fails():
+                await recovery()
+
+        self._task = asyncio.get_running_loop().create_task(run())
+
+    def abandon(self) -> None:
+        """Cancel the recovery, if there is one."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def let_alone(self, ps: int) -> None:
+        """Step: order a ps to go on without its backup."""
+        await self.backups.let_alone(ps, urgent=True)
+
+    async def promote(self, ps: int, host: int) -> None:
+        """Step: let the backup of a ps, in the process of ``host``, serve in its place."""
+        await self.backups.promote(ps, host)
+
+    async def attach(self, ps: int) -> None:
+        """Step: attach a ps, and let it know where all are served."""
+        self.backups.look()
+        await self.links.attach_ps(self.links.ps.links[ps])
+
+    async def restore(self) -> None:
+        """Step: let every ps prepare its snapshot, then restore it, in a new timeline.
 
         Everything else that talks to ps tasks is paused meanwhile, see ``PsLink.hold``. Fences
         refuse what was sent in the old timeline: every worker bears a new incarnation afterwards.
         """
-        links = self.links.ps.links
-        if isinstance(step, rules.Attach):
-            await self.links.attach_ps(links[step.ps])
-        elif isinstance(step, rules.Promote):
-            await self.backups.promote(step.ps, step.host)
-        elif isinstance(step, rules.LetAlone):
-            await self.backups.let_alone(step.ps, urgent=True)
-        elif step is RollbackStep.READ:
-            await self._read()
-        elif step is RollbackStep.ATTACH:
-            await self._attach_all()
-        elif step is RollbackStep.LOAD:
-            self._loads += 1
-            each = zip(links, self._snapshots, strict=True)
-            await all_of([self._prepare(*one) for one in each])
-        elif step is RollbackStep.CREATE:
-            if self.has_backups:
-                # Updates wait for a backup, and one that has survived may have lost its own.
-                await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
-            await self.creation.create_again(tuple(self.rule.lost_ps))
-        elif step is RollbackStep.SWITCH:
-            ps = self.links.ps
-            ps.outgoing.timeline += 1  # first: what some of them answer is sent again
-            fences = self.links.membership.fences()
-            await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
-        else:
-            lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-            await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
+        self._loads += 1
+        ps = self.links.ps
+        await all_of([self._prepare(*each) for each in zip(ps.links, self._snapshots, strict=True)])
+        ps.outgoing.timeline += 1  # first: what some of them answer is sent again
+        fences = self.links.membership.fences()
+        await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
+
+    async def create(self, lost: Sequence[int]) -> None:
+        """Step: let every ps go on alone, then create variables again on those that were lost."""
+        if self.has_backups:
+            # Updates wait for a backup, and one that has survived may have lost its own.
+            await all_of([self.let_alone(each.index) for each in self.links.ps.links])
+        await self.creation.create_again(lost)
+
+    async def adopt(self) -> None:
+        """Step: let every ps say that it may be attached from now on."""
+        lineage = self.links.endpoint.incarnation + self.links.ps.timeline
+        await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links
         await all_of([link.call(message, segments, urgent=True) for link in links])
 
-    async def _read(self) -> None:
-        """Read the states; refuse a checkpoint that is of other variables than there are now."""
+    async def read(self) -> None:
+        """Step: read the newest checkpoint, and how far training was.
+
+        A checkpoint of other variables than there are now is refused.
+        """
         self._from_step = await self._iterations()
         assert self.source is not None, "checked when it began"
         snapshots = await asyncio.to_thread(self.source)
@@ -620,8 +634,8 @@ class ClusterRecovery:
         left = [link for link in self.links.ps.links if link.lost is None]
         return max(await all_of([one(link) for link in left])) if left else 0
 
-    async def _attach_all(self) -> None:
-        """Wait until all ps tasks are there, and serve this coordinator."""
+    async def attach_all(self) -> None:
+        """Step: wait until all ps tasks are there, and serve this coordinator."""
         links = self.links.ps.links
         for link in links:
             if reason := link.gone_for_good:
@@ -671,45 +685,9 @@ class ClusterRecovery:
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
         await link.call(message, segments, bulk=True, urgent=True)
 
-    def _do(self, actions: Sequence[Action]) -> Step | None:
-        """Do what takes no time; return the step. An error ends the run: joins would wait forever.
-
-        An error of ``End`` itself is the caller's: the rule knows then that all is over.
-        """
-        try:
-            return self._do_each(actions)
-        except Exception as exc:
-            if self.rule.state in (State.GONE, State.CLOSED):
-                raise
-            logger.exception("the recovery of ps tasks failed")
-            return self._do_each(self.rule.end(exc))
-
-    def _do_each(self, actions: Sequence[Action]) -> Step | None:
+    def hold(self) -> None:
+        """Let requests to ps tasks and closures wait, end gangs, make no backups."""
         self.backups.look()
-        for action in actions:
-            if isinstance(action, rules.Warn):
-                logger.warning("%s", action.text)
-            elif action is Do.HOLD:
-                self._hold()
-            elif action is Do.END_SESSIONS:
-                self.reports.sessions_end()
-                self.queue.dispatcher.forget()  # data begin anew with the next sessions
-                self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
-            elif action is Do.RESUME:
-                self._resume()
-            elif isinstance(action, rules.GoHome):
-                self.links.go_home(self.links.ps.links[action.ps])
-            elif isinstance(action, rules.FailedOver):
-                self.links.events.emit(self._failed_over(action.served))
-            elif isinstance(action, rules.RolledBack):
-                self.links.events.emit(self._rolled_back(action.lost))
-            elif isinstance(action, rules.End):
-                self._end(action.error, all_lost=action.all_lost, why=action.why)
-            else:
-                return action
-        return None
-
-    def _hold(self) -> None:
         for link in self.links.ps.links:
             link.hold()
         self.backups.pause()
@@ -718,7 +696,19 @@ class ClusterRecovery:
             self.queue.pause()
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
 
-    def _resume(self) -> None:
+    def end_sessions(self) -> None:
+        """Give up all workers: each gets a new incarnation, and hears of ps tasks."""
+        self.reports.sessions_end()
+        self.queue.dispatcher.forget()  # data begin anew with the next sessions
+        self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
+
+    def go_home(self, ps: int) -> None:
+        """Look for a ps where it was at the beginning."""
+        self.links.go_home(self.links.ps.links[ps])
+
+    def resume(self) -> None:
+        """Let everything go on; ps tasks know nothing of what they were told."""
+        self.backups.look()
         for link in self.links.ps.links:
             link.release()
         self.links.tell_addresses()
@@ -733,7 +723,15 @@ class ClusterRecovery:
             self._began = None
             self.perform(self.queue.resume())
 
-    def _end(self, error: Exception, *, all_lost: bool, why: str) -> None:
+    def end(self, error: Exception, *, all_lost: bool, why: str) -> None:
+        """Fail what is scheduled, and let requests go on: they fail, or do not need what is lost.
+
+        Args:
+            error: Why nothing can be done any more.
+            all_lost: Whether requests to every ps fail: some have rolled back, or none.
+            why: Begins the line of the log.
+        """
+        self.backups.look()
         for link in self.links.ps.links:
             if all_lost and isinstance(error, ParameterServerLost):
                 link.fail(error)
@@ -753,7 +751,8 @@ class ClusterRecovery:
             if self.has_backups and not all_lost:
                 self.backups.give_up()
 
-    def _failed_over(self, served: Mapping[int, int]) -> FailoverEvent:
+    def failed_over(self, served: Mapping[int, int]) -> None:
+        """Tell the program in whose process each lost ps is served now."""
         names = [link.task for link in self.links.ps.links]
         event = FailoverEvent(
             tuple(names[ps] for ps in served), tuple(names[host] for host in served.values()),
@@ -763,9 +762,10 @@ class ClusterRecovery:
             "%s: backups took over after %.2f s; no update is lost", ", ".join(event.lost),
             event.seconds,
         )  # fmt: skip
-        return event
+        self.links.events.emit(event)
 
-    def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
+    def rolled_back(self, lost: Sequence[int]) -> None:
+        """Tell the program that these ps tasks were lost."""
         links = self.links.ps.links
         to_step = max(each.state.iterations for each in self._snapshots)
         undone = self.ended.undone(CutCalls([each.state for each in self._snapshots]))
@@ -775,18 +775,18 @@ class ClusterRecovery:
             undone.updates,
         )  # fmt: skip
         logger.info("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)
-        return event
+        self.links.events.emit(event)
 
     def _seconds(self) -> float:
         """Return since when it recovers."""
-        now = asyncio.get_running_loop().time()
-        return now - (now if self._began is None else self._began)
+        assert self._began is not None, "it recovers"
+        return asyncio.get_running_loop().time() - self._began
 
     # The end.
 
     def stop(self) -> None:
         """The coordinator is being closed: what is lost from now on is at most noted."""
-        self._do(self.rule.close())
+        self.rule.close()
 
     async def close(self) -> None:
         """Bring back nothing more; after ``stop``. Cancellation: safe."""

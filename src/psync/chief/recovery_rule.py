@@ -1,36 +1,36 @@
-"""The rule of recovery: what follows the loss of ps tasks. Pure; ``recovery`` performs it.
+"""The rule of recovery: what follows the loss of ps tasks. Pure; ``recovery`` is its hands.
 
-One machine, three strategies. A ps whose backup is complete fails over to it; otherwise all ps
-tasks roll back to a checkpoint; otherwise, if nothing has been computed yet, the lost ones get
-their variables again; otherwise it is the end. Every event returns actions. At most one of them is
-a *step*, the last: it takes time, and ``done`` or ``failed`` follows.
+One rule, three ways. A ps whose backup is complete fails over to it; otherwise all ps tasks roll
+back to a checkpoint; otherwise, if nothing has been computed yet, the lost ones get their variables
+again; otherwise it is the end. A recovery is a coroutine that awaits one *step* of its hands after
+the other; a loss meanwhile is noted, and the step fails.
 
-| state | event | next state | actions |
+| state | event | next state | what is done |
 |---|---|---|---|
-| RUNNING | a ps is lost, its backup is complete | FAILOVER | HOLD; then a round |
-| RUNNING | a ps is lost, and there are checkpoints | ROLLBACK | HOLD, END_SESSIONS, GoHome; READ |
-| RUNNING | the same, and nothing was computed | FRESH_START | HOLD, END_SESSIONS, GoHome; ATTACH |
-| RUNNING | a ps is lost, and there is nothing | GONE | End |
+| RUNNING | a ps is lost, its backup is complete | FAILOVER | hold; then a round |
+| RUNNING | a ps is lost, and there are checkpoints | ROLLBACK | hold, end_sessions, go_home; read |
+| RUNNING | the same, and nothing was computed | FRESH_START | the same; attach_all |
+| RUNNING | a ps is lost, and there is nothing | GONE | end |
 | FAILOVER | a ps is lost | FAILOVER | its backup is promoted in this round, too |
 | FAILOVER | a step is done | FAILOVER | the next of the round |
-| FAILOVER | the round is done | RUNNING | END_SESSIONS, FailedOver, RESUME |
+| FAILOVER | the round is done | RUNNING | end_sessions, failed_over, resume |
 | FAILOVER | a step fails, or one that is lost has no backup | ROLLBACK or GONE | as from RUNNING |
-| ROLLBACK | a ps is lost | ROLLBACK | GoHome; what it was needed for fails |
-| ROLLBACK | READ, ATTACH, LOAD is done | ROLLBACK | the next step |
-| ROLLBACK | SWITCH is done | ROLLBACK | RolledBack; ADOPT |
-| ROLLBACK | ADOPT is done | RUNNING | RESUME |
-| ROLLBACK | a step fails since a ps was lost, or one is when all are done | ROLLBACK | READ again |
-| ROLLBACK | a step fails otherwise, or 50 in a row do | GONE | End |
-| FRESH_START | as in ROLLBACK, with ATTACH, CREATE, ADOPT | | no RolledBack: nothing is undone |
-| FRESH_START | a step fails otherwise, or it is the fifth time | GONE | End, with the first error |
-| not started | a ps is lost, and has no backup | GONE | End: the coordinator is made anew |
-| any but CLOSED | a newer coordinator has come | GONE | End |
-| GONE | a ps is lost | GONE | none: what is scheduled ends with the first reason |
-| any | the coordinator is closed | CLOSED | End, if it was recovering; from then on none |
+| ROLLBACK | a ps is lost | ROLLBACK | go_home; what it was needed for fails |
+| ROLLBACK | read, attach_all is done | ROLLBACK | the next step |
+| ROLLBACK | restore is done | ROLLBACK | rolled_back; adopt |
+| ROLLBACK | adopt is done | RUNNING | resume |
+| ROLLBACK | a step fails since a ps was lost, or one is when all are done | ROLLBACK | read again |
+| ROLLBACK | a step fails otherwise, or 50 in a row do | GONE | end |
+| FRESH_START | as in ROLLBACK: attach_all, create, adopt | | no rolled_back: nothing is undone |
+| FRESH_START | a step fails otherwise, or it is the fifth time | GONE | end, with the first error |
+| not started | a ps is lost, and has no backup | GONE | end: the coordinator is made anew |
+| any but CLOSED | a newer coordinator has come | GONE | end |
+| GONE | a ps is lost | GONE | nothing: what is scheduled ends with the first reason |
+| any | the coordinator is closed | CLOSED | end, if it was recovering; from then on nothing |
 
-The round of a failover: LetAlone for each ps whose backup died with another one's process (before
+The round of a failover: let_alone for each ps whose backup died with another one's process (before
 anybody is promoted: if this coordinator dies then, the next one knows of all others that they were
-not replaced); Promote and Attach for each that is lost; Attach for ps 0, which closes the steps of
+not replaced); promote and attach for each that is lost; attach for ps 0, which closes the steps of
 all and has to know where they are served.
 
 | dies | while | what follows |
@@ -50,13 +50,18 @@ all and has to know where they are served.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 from psync.cluster import task_name
 from psync.errors import ConnectionLost, FencedError, ParameterServerLost
+
+if TYPE_CHECKING:
+    from psync.chief.recovery import ClusterRecovery
+
+logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 50
 """In a row: ps tasks that die again and again while they are being recovered."""
@@ -78,246 +83,21 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Do(Enum):
-    """Actions that take no time, and need no more to be said."""
-
-    HOLD = "let requests to ps tasks and closures wait, end gangs, make no backups"
-    END_SESSIONS = "give up all workers: each gets a new incarnation, and hears of ps tasks"
-    RESUME = "let everything go on; ps tasks know nothing of what they were told"
-
-
-class RollbackStep(Enum):
-    """The steps of a rollback, and of a fresh start."""
-
-    READ = "read the newest checkpoint"
-    ATTACH = "wait until every ps is there"
-    LOAD = "let every ps prepare its snapshot"
-    SWITCH = "let every ps restore it, in a new timeline"
-    CREATE = "let every ps go on alone, then create variables again on those that were lost"
-    ADOPT = "let every ps say that it may be attached from now on"
-
-
-@dataclass(frozen=True, slots=True)
-class Warn:
-    """Log this."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class GoHome:
-    """Look for a ps where it was at the beginning."""
-
-    ps: int
-
-
-@dataclass(frozen=True, slots=True)
-class LetAlone:
-    """Step: order a ps to go on without its backup."""
-
-    ps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    """Step: let the backup of a ps, in the process of ``host``, serve in its place."""
-
-    ps: int
-    host: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """Step: attach a ps, and let it know where all are served."""
-
-    ps: int
-
-
-@dataclass(frozen=True, slots=True)
-class FailedOver:
-    """Tell the program."""
-
-    served: dict[int, int]  # in whose process each lost ps is served now
-
-
-@dataclass(frozen=True, slots=True)
-class RolledBack:
-    """Tell the program, of these ps tasks."""
-
-    lost: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Fail what is scheduled, and let requests go on: they fail, or do not need what is lost."""
-
-    error: Exception
-    all_lost: bool = False  # whether requests to every ps fail: some have rolled back, or none
-    why: str = ""  # begins the line of the log
-
-
-Step: TypeAlias = LetAlone | Promote | Attach | RollbackStep
-Action: TypeAlias = Do | Warn | GoHome | FailedOver | RolledBack | End | Step
-
-
-class Failover:
-    """One failover: the backups of ps tasks that are lost are promoted, one after the other."""
-
-    state = State.FAILOVER
-
-    def __init__(self, rule: RecoveryRule) -> None:
-        self._rule = rule
-        self._alone: list[int] = []  # they wait for backups that died
-        self._served: dict[int, int] = {}
-        self._step: Step | None = None
-
-    def lost(self, ps: int) -> list[Action]:
-        """Note a ps, and what died with its process."""
-        rule, dead = self._rule, self._rule.homes[ps]
-        self._served.pop(ps, None)
-        for other, home in enumerate(rule.homes):
-            if home == dead and rule.hosts[other] is not None:  # it will be found out, but later
-                task, why = task_name("ps", other), f"was in the process of {task_name('ps', ps)}"
-                rule.lost_ps.setdefault(other, ParameterServerLost(task, why))
-        alone = [other for other, host in enumerate(rule.hosts) if host == dead]
-        for other in alone:
-            rule.hosts[other] = None
-        self._alone = [other for other in (*self._alone, *alone) if other not in rule.lost_ps]
-        return []
-
-    def next(self) -> list[Action]:
-        """Return the next step of the round, or the end of it."""
-        if self._alone:
-            return self._begin(LetAlone(self._alone.pop(0)))
-        if waiting := self._waiting():
-            ps, host = waiting[0], self._rule.hosts[waiting[0]]
-            if host is not None:
-                return self._begin(Promote(ps, host))
-            return self._fall_back(f"{task_name('ps', ps)} had no complete backup")
-        if self._step != Attach(0):
-            return self._begin(Attach(0))
-        self._rule.recovered()
-        return [Do.END_SESSIONS, FailedOver(self._served), Do.RESUME]
-
-    def _waiting(self) -> list[int]:
-        """Return who is lost, and not promoted yet."""
-        return [ps for ps in self._rule.lost_ps if ps not in self._served]
-
-    def _begin(self, step: Step) -> list[Action]:
-        self._step = step
-        return [step]
-
-    def done(self) -> list[Action]:
-        """Go on."""
-        if not isinstance(self._step, Promote):
-            return self.next()
-        ps, host = self._step.ps, self._step.host
-        self._served[ps] = self._rule.homes[ps] = host
-        self._rule.hosts[ps] = None
-        return self._begin(Attach(ps))
-
-    def failed(self, error: Exception) -> list[Action]:
-        """Go on if a ps was lost meanwhile, which is noted; else no backup can help."""
-        if isinstance(error, ParameterServerLost) and not isinstance(self._step, Promote):
-            return self.next()
-        return self._fall_back(repr(error))
-
-    def _fall_back(self, why: str) -> list[Action]:
-        lost = self._waiting() or list(self._served)
-        warning = Warn(f"{task_name('ps', lost[0])}: its backup cannot take over: {why}")
-        return [warning, *self._rule.roll_back(lost)]
-
-
-class Rollback:
-    """One rollback: all ps tasks restore the newest checkpoint."""
-
-    state = State.ROLLBACK
-    steps: tuple[RollbackStep, ...] = (
-        RollbackStep.READ, RollbackStep.ATTACH, RollbackStep.LOAD, RollbackStep.SWITCH,
-        RollbackStep.ADOPT,
-    )  # fmt: skip
-
-    def __init__(self, rule: RecoveryRule) -> None:
-        self._rule = rule
-        self._at = 0  # which step is under way
-        self._lost: dict[int, ParameterServerLost] = {}  # since it was last attached to
-        self._failures = 0
-
-    def lost(self, ps: int) -> list[Action]:
-        """Note a ps: the step fails, or all begin again when they are done."""
-        rule, dead = self._rule, self._rule.homes[ps]
-        self._lost[ps] = rule.lost_ps[ps]
-        moved = [other for other, home in enumerate(rule.homes) if home == dead]
-        for other in moved:
-            rule.homes[other] = other
-            why = f"was in the process of {task_name('ps', ps)}"
-            rule.lost_ps.setdefault(other, ParameterServerLost(task_name("ps", other), why))
-        return [GoHome(other) for other in moved]
-
-    def next(self) -> list[Action]:
-        """Return the present step."""
-        step = self.steps[self._at]
-        if step is RollbackStep.ATTACH:
-            self._lost.clear()  # whoever is lost is looked for now
-        return [step]
-
-    def done(self) -> list[Action]:
-        """Go on."""
-        finished = self.steps[self._at]
-        if finished is not RollbackStep.ADOPT:
-            self._at += 1
-            news = [RolledBack(tuple(self._rule.lost_ps))]
-            return [*(news if finished is RollbackStep.SWITCH else ()), *self.next()]
-        if self._lost:  # after it had answered
-            return self.failed(next(iter(self._lost.values())))
-        self._rule.recovered()
-        return [Do.RESUME]
-
-    def failed(self, error: Exception) -> list[Action]:
-        """Begin again if a ps was lost meanwhile; else there is no way to go back."""
-        if isinstance(error, ParameterServerLost | ConnectionLost) and self._may_try_again():
-            self._at = 0
-            return [Warn(f"recovery starts again: {error}"), *self.next()]
-        names = [task_name("ps", ps) for ps in self._rule.lost_ps]
-        return self._rule.end(self._end(names[0], error), all_lost=True)
-
-    def _may_try_again(self) -> bool:
-        self._failures += 1
-        return self._failures < MAX_ATTEMPTS
-
-    def _end(self, task: str, error: Exception) -> ParameterServerLost:
-        end = ParameterServerLost(
-            task,
-            f"was lost, and the rollback to a checkpoint failed: {error}",
-            hint="restart the program: it continues from its newest checkpoint",
-        )
-        end.__cause__ = error
-        return end
-
-
-class FreshStart(Rollback):
-    """One fresh start: ps tasks that were lost before anything was computed get their variables."""
-
-    state = State.FRESH_START
-    steps = (RollbackStep.ATTACH, RollbackStep.CREATE, RollbackStep.ADOPT)
-
-    def _may_try_again(self) -> bool:
-        return self._rule.begin_fresh_start()
-
-    def _end(self, task: str, error: Exception) -> ParameterServerLost:
-        return next(iter(self._rule.lost_ps.values()))
+OVER = (State.GONE, State.CLOSED)
 
 
 class RecoveryRule:
     """Whether the ps tasks of one coordinator are there, are being recovered, or are gone.
 
     Args:
+        hands: Do what is decided; their coroutines are the steps.
         homes: In whose process each ps is served, from now on; changed here.
         has_checkpoints: Returns whether there is something to roll back to.
         may_start_afresh: Returns whether nothing has been computed yet, and what was created can
             be created again.
 
     Attributes:
+        state: Whether training runs.
         started: Whether the coordinator has started; until then it is made anew if a ps is lost.
         starts: Fresh starts so far.
         hosts: In whose process the complete backup of each ps is; None: it has none. Set by
@@ -328,98 +108,219 @@ class RecoveryRule:
 
     def __init__(
         self,
+        hands: ClusterRecovery,
         homes: list[int],
         has_checkpoints: Callable[[], bool],
         may_start_afresh: Callable[[], bool],
     ) -> None:
+        self.state = State.RUNNING
         self.homes = homes
         self.started = False
         self.starts = 0
         self.hosts: list[int | None] = [None] * len(homes)
         self.lost_ps: dict[int, ParameterServerLost] = {}
         self.gone: Exception | None = None
+        self._hands = hands
         self._has_checkpoints = has_checkpoints
         self._may_start_afresh = may_start_afresh
-        self._strategy: Failover | Rollback | None = None
-        self._closed = False
-
-    @property
-    def state(self) -> State:
-        """Where it is."""
-        if self._closed:
-            return State.CLOSED
-        if self._strategy is not None:
-            return self._strategy.state
-        return State.RUNNING if self.gone is None else State.GONE
+        # Of a failover: who waits for a backup that died, and who is served where now.
+        self._alone: list[int] = []
+        self._served: dict[int, int] = {}
+        # Of a rollback: who was lost since all were last attached.
+        self._lost_since: dict[int, ParameterServerLost] = {}
 
     # Events.
 
-    def lost(self, ps: int, error: ParameterServerLost) -> list[Action]:
+    def lost(self, ps: int, error: ParameterServerLost) -> None:
         """A ps is lost, for the first time or again."""
-        if self._closed or self.gone is not None:
-            return []
+        if self.state in OVER:
+            return
         self.lost_ps[ps] = error
-        if self._strategy is not None:
-            return self._strategy.lost(ps)
-        if self.hosts[ps] is None:
-            return self.roll_back([ps])
-        self._strategy = failover = Failover(self)
-        failover.lost(ps)
-        warning = Warn(f"{error.message}; its backup takes over")
-        return [warning, Do.HOLD, *failover.next()]
+        if self.state is State.FAILOVER:
+            self._note_dead(ps)
+        elif self.state is not State.RUNNING:
+            self._look_at_home(ps)
+        elif self.hosts[ps] is not None:
+            logger.warning("%s; its backup takes over", error.message)
+            self.state, self._alone, self._served = State.FAILOVER, [], {}
+            self._note_dead(ps)
+            self._hands.hold()
+            self._hands.recover(self._fail_over)
+        elif self._goes_back([ps]):
+            self._hands.recover(self._go_back)
 
-    def done(self) -> list[Action]:
-        """The step under way has succeeded."""
-        return self._strategy.done() if self._strategy is not None else []
-
-    def failed(self, error: Exception) -> list[Action]:
-        """The step under way has not."""
-        return self._strategy.failed(error) if self._strategy is not None else []
-
-    def replaced(self, error: FencedError) -> list[Action]:
+    def replaced(self, error: FencedError) -> None:
         """A newer coordinator has come: workers and ps tasks serve that. The first one counts."""
-        if self._closed or isinstance(self.gone, FencedError):
-            return []
-        return self.end(error)
+        if self.state is not State.CLOSED and not isinstance(self.gone, FencedError):
+            self._hands.abandon()
+            self.end(error)
 
-    def close(self) -> list[Action]:
+    def close(self) -> None:
         """The coordinator is being closed."""
-        recovering, self._strategy, self._closed = self._strategy, None, True
-        if recovering is None:
-            return []
-        task = task_name("ps", next(iter(self.lost_ps)))
-        error = ParameterServerLost(task, "was lost while the coordinator was being closed")
-        return [End(error, all_lost=True)]
+        is_recovering = self.state not in (State.RUNNING, *OVER)
+        self.state = State.CLOSED
+        if is_recovering:
+            self._hands.abandon()
+            task = task_name("ps", next(iter(self.lost_ps)))
+            error = ParameterServerLost(task, "was lost while the coordinator was being closed")
+            self._hands.end(error, all_lost=True, why="")
 
-    # What strategies come to.
+    def end(self, error: Exception, *, all_lost: bool = False, why: str = "") -> None:
+        """Nothing can be done any more."""
+        self.state, self.gone = State.GONE, error
+        self._hands.end(error, all_lost=all_lost, why=why)
 
-    def roll_back(self, lost: Sequence[int]) -> list[Action]:
-        """Let all ps tasks go back to a checkpoint, since these have no backup; or end."""
+    def _recovered(self) -> None:
+        self.state = State.RUNNING
+        self.lost_ps.clear()
+
+    # Failover: the backups of ps tasks that are lost are promoted, one after the other.
+
+    def _note_dead(self, ps: int) -> None:
+        """Note what died with the process of a ps."""
+        dead = self.homes[ps]
+        self._served.pop(ps, None)
+        for other, host in enumerate(self.hosts):
+            if host == dead:
+                self.hosts[other] = None
+                self._alone.append(other)
+            elif host is not None and self.homes[other] == dead:  # it will be found out, but later
+                self._note_lost_with(ps, other)
+        self._alone = [other for other in self._alone if other not in self.lost_ps]
+
+    def _note_lost_with(self, ps: int, other: int) -> None:
+        error = ParameterServerLost(
+            task_name("ps", other), f"was in the process of {task_name('ps', ps)}"
+        )
+        self.lost_ps.setdefault(other, error)
+
+    async def _fail_over(self) -> None:
+        if not (problem := await self._promote_all()):
+            self._recovered()
+            self._hands.end_sessions()
+            self._hands.failed_over(self._served)
+            self._hands.resume()
+            return
+        lost = self._waiting() or list(self._served)
+        logger.warning("%s: its backup cannot take over: %s", task_name("ps", lost[0]), problem)
+        if self._goes_back(lost):
+            await self._go_back()
+
+    def _waiting(self) -> list[int]:
+        """Return who is lost, and not promoted yet."""
+        return [ps for ps in self.lost_ps if ps not in self._served]
+
+    async def _promote_all(self) -> str:
+        """Carry out a round; return why it cannot be done, or ""."""
+        attached = -1  # the last one
+        while True:
+            try:
+                if self._alone:
+                    attached = -1
+                    await self._hands.let_alone(self._alone.pop(0))
+                elif waiting := self._waiting():
+                    attached = waiting[0]
+                    if problem := await self._promote(attached):
+                        return problem
+                    await self._hands.attach(attached)
+                elif attached:
+                    attached = 0
+                    await self._hands.attach(0)
+                else:
+                    return ""
+            except ParameterServerLost:
+                pass  # it is noted
+            except Exception as exc:
+                return repr(exc)
+
+    async def _promote(self, ps: int) -> str:
+        """Let the backup of a ps serve in its place; return why it does not, or ""."""
+        if (host := self.hosts[ps]) is None:
+            return f"{task_name('ps', ps)} had no complete backup"
+        try:
+            await self._hands.promote(ps, host)
+        except Exception as exc:
+            return repr(exc)
+        self._served[ps] = self.homes[ps] = host
+        self.hosts[ps] = None
+        return ""
+
+    # Rollback to the newest checkpoint, and the fresh start of lost ps tasks.
+
+    def _goes_back(self, lost: Sequence[int]) -> bool:
+        """Decide where all ps tasks go back to, since these have no backup; False: it is over."""
         self.hosts = [None] * len(self.hosts)
         error = self.lost_ps[lost[0]]
         if self._has_checkpoints():
-            self._strategy, what = Rollback(self), "all ps tasks roll back to the newest checkpoint"
+            self.state, what = State.ROLLBACK, "all ps tasks roll back to the newest checkpoint"
         elif self._may_start_afresh() and self.begin_fresh_start():
-            self._strategy = FreshStart(self)
+            self.state = State.FRESH_START
             what = "nothing has been computed yet: it starts again"
         else:
             why = f"{error.task} cannot be recovered: {UNSAVED}: " if self.started else ""
-            return self.end(error, why=why)
-        homes = [action for ps in lost for action in self._strategy.lost(ps)]
-        text = f"{error.message}; {what}"
-        return [Warn(text), Do.HOLD, Do.END_SESSIONS, *homes, *self._strategy.next()]
+            self.end(error, why=why)
+            return False
+        logger.warning("%s; %s", error.message, what)
+        self._hands.hold()
+        self._hands.end_sessions()
+        for ps in lost:
+            self._look_at_home(ps)
+        return True
 
     def begin_fresh_start(self) -> bool:
         """Count one; return whether it is not one too many."""
         self.starts += 1
         return self.starts < MAX_STARTS
 
-    def recovered(self) -> None:
-        """Training runs again."""
-        self._strategy = None
-        self.lost_ps.clear()
+    def _look_at_home(self, ps: int) -> None:
+        dead, self._lost_since[ps] = self.homes[ps], self.lost_ps[ps]
+        for other, home in enumerate(self.homes):
+            if home == dead:
+                self.homes[other] = other
+                self._note_lost_with(ps, other)
+                self._hands.go_home(other)
 
-    def end(self, error: Exception, *, all_lost: bool = False, why: str = "") -> list[Action]:
-        """Nothing can be done any more."""
-        self._strategy, self.gone = None, error
-        return [End(error, all_lost, why)]
+    async def _go_back(self) -> None:
+        failures, rolls_back = 0, self.state is State.ROLLBACK
+        while True:
+            try:
+                await self._try_to_go_back()
+            except Exception as exc:
+                failures += 1
+                may_again = failures < MAX_ATTEMPTS if rolls_back else self.begin_fresh_start()
+                if isinstance(exc, ParameterServerLost | ConnectionLost) and may_again:
+                    logger.warning("recovery starts again: %s", exc)
+                    continue
+                first, error = next(iter(self.lost_ps.items()))
+                if rolls_back:
+                    error = _no_way_back(task_name("ps", first), exc)
+                self.end(error, all_lost=True)
+            else:
+                self._recovered()
+                self._hands.resume()
+            return
+
+    async def _try_to_go_back(self) -> None:
+        hands, rolls_back = self._hands, self.state is State.ROLLBACK
+        if rolls_back:
+            await hands.read()
+        self._lost_since.clear()  # whoever is lost is looked for now
+        await hands.attach_all()
+        if rolls_back:
+            await hands.restore()
+            hands.rolled_back(tuple(self.lost_ps))
+        else:
+            await hands.create(tuple(self.lost_ps))
+        await hands.adopt()
+        for error in self._lost_since.values():  # after it had answered
+            raise error
+
+
+def _no_way_back(task: str, cause: Exception) -> ParameterServerLost:
+    error = ParameterServerLost(
+        task,
+        f"was lost, and the rollback to a checkpoint failed: {cause}",
+        hint="restart the program: it continues from its newest checkpoint",
+    )
+    error.__cause__ = cause
+    return error

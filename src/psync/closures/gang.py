@@ -26,9 +26,9 @@ there, a replica that stays away is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Protocol
 
 from psync.errors import (
     ClosureCancelled,
@@ -39,34 +39,11 @@ from psync.errors import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """All replicas have come to this collective: call the function; ``merged`` follows."""
+class Waiter(Protocol):
+    """The request of a replica that waits in a collective."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell those of these replicas who wait in a collective that it will not be."""
-
-    replicas: tuple[int, ...]
-    error: PsyncError
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Ask these replicas to stop. Each still ends, one way or another."""
-
-    replicas: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StopMerging:
-    """Cancel the functions that are running; ``merged`` follows for each all the same."""
-
-
-GangAction: TypeAlias = Merge | Refuse | Stop | StopMerging
+    def fail(self, error: BaseException) -> object:
+        """Answer with an error."""
 
 
 @dataclass(slots=True)
@@ -75,12 +52,14 @@ class _Replica:
 
     worker: str
     arrived: int = 0  # collectives that it has come to
-    answered: int = 0  # of these, the ones that it waits in no more
+    waits: dict[int, Any] = field(default_factory=dict)  # its request in each not answered
     ended: bool = False
 
-    @property
-    def waits(self) -> bool:
-        return self.arrived > self.answered
+    def refuse(self, error: PsyncError) -> None:
+        """Answer all of its requests with an error."""
+        for request in self.waits.values():
+            request.fail(error)
+        self.waits.clear()
 
 
 @dataclass(slots=True)
@@ -94,18 +73,27 @@ class _Collective:
 class Gang:
     """One gang that has begun. Single owner, no clock; never blocks.
 
-    Every method that is told something returns the actions that follow; perform all, in order.
-
     Args:
         workers: Name of the worker of each replica, by replica id; at least one.
+        stop: Asks a replica to stop. It still ends, one way or another.
+        stop_merging: Cancels the functions that run; ``merged`` follows for each all the same.
+
+    Attributes:
+        error: The first; None: none so far.
     """
 
-    def __init__(self, workers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[str],
+        stop: Callable[[int], object],
+        stop_merging: Callable[[], object],
+    ) -> None:
         self._replicas = [_Replica(worker) for worker in workers]
+        self._stop, self._stop_merging = stop, stop_merging
         self._open: dict[int, _Collective] = {}  # by number, in order
         self._merging: set[int] = set()
         self._cause: PsyncError | None = None  # as replicas are told of it
-        self.error: BaseException | None = None  # the first
+        self.error: BaseException | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -114,7 +102,7 @@ class Gang:
 
     def waits(self, replica: int) -> bool:
         """Whether a replica is in a collective: it goes on when others have come."""
-        return self._replicas[replica].waits
+        return bool(self._replicas[replica].waits)
 
     def describe(self) -> str:
         """Say on whom those wait who are in a collective; "" if nobody is."""
@@ -130,42 +118,51 @@ class Gang:
 
     # What replicas do.
 
-    def arrive(self, replica: int, what: str) -> list[GangAction]:
-        """A replica has come to its next collective."""
+    def arrive(self, replica: int, what: str, request: Waiter) -> int | None:
+        """A replica has come to its next collective.
+
+        Returns:
+            Its number if all are there: its function is to be called with what the requests of
+            all bring, then ``merged``. None: not all are.
+        """
         record = self._replicas[replica]
         number = record.arrived
         record.arrived += 1
+        record.waits[number] = request
         if self._cause is not None:
-            return [self._refuse([replica], self._cause)]
+            record.refuse(self._cause)
+            return None
         collective = self._open.setdefault(number, _Collective(what))
         collective.here.append(replica)
+        others = enumerate(self._replicas)
+        left = [r for r, other in others if other.ended and other.arrived <= number]
         if collective.what != what:
             error = ContextError(
                 f"different collectives: {self._name(collective.here[0])} is in {collective.what}, "
                 f"{self._name(replica)} in {what}",
                 hint="every replica must call the same ones in the same order",
             )
-            return self._fail(error, error)
-        for left, other in enumerate(self._replicas):
-            if other.ended and other.arrived <= number:  # it has returned before it came here
-                error = self._different_numbers(left, replica, number)
-                return self._fail(error, error)
-        if len(collective.here) < len(self._replicas):
-            return []
-        self._merging.add(number)
-        return [Merge(number)]
+            self._fail(error, error)
+        elif left:  # it has returned before it came here
+            self._fail_by_numbers(left[0], replica, number)
+        elif len(collective.here) == len(self._replicas):
+            self._merging.add(number)
+            return number
+        return None
 
-    def merged(self, number: int) -> bool:
-        """The function of a collective has ended; return whether all get what came of it."""
+    def requests(self, number: int) -> list[Any]:
+        """Return what waits in a collective to which all have come, by replica."""
+        return [record.waits[number] for record in self._replicas]
+
+    def merged(self, number: int) -> list[Any]:
+        """The function of a collective has ended: return the requests that get what came of it."""
         self._merging.remove(number)
         if self._cause is not None:
-            return False
+            return []
         del self._open[number]
-        for record in self._replicas:
-            record.answered += 1
-        return True
+        return [record.waits.pop(number) for record in self._replicas]
 
-    def gave_up(self, replica: int) -> list[GangAction]:
+    def gave_up(self, replica: int) -> None:
         """A replica waits in a collective no more, although nobody has answered."""
         what = next((c.what for c in self._open.values() if replica in c.here), "a collective")
         error = ClosureCancelled(
@@ -173,59 +170,57 @@ class Gang:
             hint="it was cancelled there, for example by a timeout, or returned without awaiting "
             "it",
         )
-        return self._fail(error, error)
+        self._fail(error, error)
 
-    def finished(self, replica: int) -> list[GangAction]:
+    def finished(self, replica: int) -> None:
         """A replica has returned."""
-        record = self._replicas[replica]
-        record.ended = True
-        if record.waits:
-            return self.gave_up(replica)
-        if not self._open:
-            return []
-        number, collective = next(iter(self._open.items()))  # to which it has not come
-        error = self._different_numbers(replica, collective.here[0], number)
-        return self._fail(error, error)
+        if self._has_ended(replica):
+            self.gave_up(replica)
+        elif self._open:
+            number, collective = next(iter(self._open.items()))  # to which it has not come
+            self._fail_by_numbers(replica, collective.here[0], number)
 
-    def failed(self, replica: int, error: BaseException) -> list[GangAction]:
+    def failed(self, replica: int, error: BaseException) -> None:
         """A replica has raised ``error``, was stopped, or its worker was lost (WorkerLost)."""
-        self._replicas[replica].ended = True
-        return self._fail(error, self._cause_of(replica, error))
+        self._has_ended(replica)
+        self._fail(error, self._cause_of(replica, error))
 
-    def cancel(self, error: PsyncError) -> list[GangAction]:
+    def _has_ended(self, replica: int) -> bool:
+        """Note that a replica has ended; return whether it waited in a collective."""
+        record = self._replicas[replica]
+        record.ended, waited = True, self.waits(replica)
+        record.refuse(ClosureCancelled("the replica has ended"))
+        return waited
+
+    def cancel(self, error: PsyncError) -> None:
         """End the gang from outside; ``error`` is its error, if there is none yet."""
-        return [] if self.has_ended else self._fail(error, error)
+        if not self.has_ended:
+            self._fail(error, error)
 
     # Decisions.
 
-    def _fail(self, error: BaseException, cause: PsyncError) -> list[GangAction]:
+    def _fail(self, error: BaseException, cause: PsyncError) -> None:
         """End all, once: ``error`` is the gang's, ``cause`` is what those who wait are told."""
         if self._cause is not None:
-            return []
+            return
         self.error, self._cause = error, cause
-        living = [r for r, record in enumerate(self._replicas) if not record.ended]
-        waiting = [r for r in living if self._replicas[r].waits]
-        running = [r for r in living if not self._replicas[r].waits]
-        actions: list[GangAction] = [StopMerging()] if self._merging else []
-        if waiting:
-            actions.append(self._refuse(waiting, cause))
-        if running:
-            actions.append(Stop(tuple(running)))
-        return actions
+        if self._merging:
+            self._stop_merging()
+        for replica, record in enumerate(self._replicas):
+            if record.waits:
+                record.refuse(cause)
+            elif not record.ended:
+                self._stop(replica)
 
-    def _refuse(self, replicas: Sequence[int], cause: PsyncError) -> Refuse:
-        for replica in replicas:
-            self._replicas[replica].answered = self._replicas[replica].arrived
-        return Refuse(tuple(replicas), cause)
-
-    def _different_numbers(self, left: int, waits: int, number: int) -> ContextError:
-        return ContextError(
+    def _fail_by_numbers(self, left: int, waits: int, number: int) -> None:
+        error = ContextError(
             f"different numbers of collectives: {self._name(left)} returned after "
             f"{self._replicas[left].arrived}, {self._name(waits)} is in its "
             f"number {number + 1}, {self._open[number].what}",
             hint="every replica must call merge_call, all_reduce, apply_gradients and assign "
             "equally often",
         )
+        self._fail(error, error)
 
     def _cause_of(self, replica: int, error: BaseException) -> PsyncError:
         """Return what the others are told of the end of a replica."""

@@ -33,9 +33,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from psync.closures.queue import ClosureQueue
 from psync.errors import LocalProtocolError, check_fits
-from psync.wire.messages import Fence
+from psync.wire.messages import Fence, ReportSchedule
 
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 5.0
@@ -329,16 +331,6 @@ RETURN_S = 1.0
 """For so long a worker is not missed whose session was ended with those of all others."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleState:
-    """One state of the schedule."""
-
-    workers: tuple[tuple[str, int], ...]  # (name, incarnation) of those that take part
-    missing: tuple[str, ...]  # names of the others
-    queued: bool
-    in_flight: tuple[tuple[int, str], ...]  # (closure, worker); empty while closures are queued
-
-
 class ScheduleReports:
     """Decides what is reported, and when. While the queue is full it is not looked at closer.
 
@@ -383,7 +375,8 @@ class ScheduleReports:
         self._returning: dict[str, int] = {}  # who took part when all sessions were ended
         self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
-        self._reported: ScheduleState | None = None
+        self._version = 0  # of the last report
+        self._reported: ReportSchedule | None = None
         self._reported_at = 0.0
         self._deadline: float | None = None  # of news that is not due yet
 
@@ -446,8 +439,8 @@ class ScheduleReports:
             return not self._reported.queued
         return self._deadline is None  # else it is looked at then
 
-    def decide(self, now: float) -> ScheduleState | None:
-        """Return the state that is to be reported now, or None.
+    def decide(self, now: float) -> ReportSchedule | None:
+        """Return what is to be reported now, or None.
 
         It is taken for reported from then on.
 
@@ -476,8 +469,9 @@ class ScheduleReports:
             if now < self._deadline:
                 return None
         self._deadline = None
-        self._reported, self._reported_at = state, now
-        return state
+        self._version += 1
+        self._reported, self._reported_at = replace(state, version=self._version), now
+        return self._reported
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``decide`` is to be asked again, if nothing happens; or None."""
@@ -489,15 +483,15 @@ class ScheduleReports:
         dispatcher = self._queue.dispatcher
         return dispatcher.num_queued > 0 or dispatcher.num_in_flight > len(self._joined)
 
-    def _state(self) -> ScheduleState:
+    def _state(self) -> ReportSchedule:
         here = self._here(self._exhausted | self._idle) or self._here(set())
         here += self._returning.items()  # who has joined anew is none of these
         present = {worker for worker, _ in here}
-        missing = tuple(worker for worker in self._workers if worker not in present)
+        missing = [worker for worker in self._workers if worker not in present]
         queued = self._is_queued()
         held = [] if queued else self._queue.in_flight()
-        in_flight = tuple((c.number_on_ps, worker) for worker, c in held if not c.in_collective)
-        return ScheduleState(tuple(here), missing, queued, in_flight)
+        in_flight = [(c.number_on_ps, worker) for worker, c in held if not c.in_collective]
+        return ReportSchedule(self._version, here, missing, queued, in_flight)
 
     def _here(self, absent: set[str]) -> list[tuple[str, int]]:
         joined = self._joined

@@ -53,7 +53,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from msgspec import msgpack
@@ -816,12 +815,7 @@ class MonitoredTrainingSession:
 
     # The end.
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, kind: object, exc: BaseException | None, traceback: object) -> bool:
         self._check_loop("the end")
         if exc is not None and not (await self._is_of_the_end(exc) or _has_no_more_data(exc)):
             await self._finish(exc)

@@ -83,13 +83,6 @@ class WorkerIterator:
             )
             self.thread.start()
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._end is None else "ended"
-        return (
-            f"<dataset {self.name} on worker {self._worker_index}, {state}, {self.position} "
-            f"batches handed out, {len(self._batches)} ahead>"
-        )
-
     # Steps.
 
     def __iter__(self) -> WorkerIterator:
@@ -173,16 +166,12 @@ class WorkerIterator:
     # The loader.
 
     def _run(self) -> None:
-        while self._wait_for_work():
+        while not self._closed:
             self._load()
+            with self._changed:  # until another batch may be loaded
+                while not self._closed and (self._end or len(self._batches) >= self._ahead):
+                    self._changed.wait()
         self._close_source()
-
-    def _wait_for_work(self) -> bool:
-        """Wait until another batch may be loaded; False if none ever will."""
-        with self._changed:
-            while not self._closed and (self._end or len(self._batches) >= self._ahead):
-                self._changed.wait()
-            return not self._closed
 
     def _load(self) -> None:
         """Load one batch, or find the end. Runs user code."""
