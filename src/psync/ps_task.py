@@ -383,16 +383,13 @@ class PsTask:
 
     def take_over(
         self, attach: messages.AttachPs, loaded: Loaded, timeline: int, lineage: int
-    ) -> None:
-        """Hold what a snapshot of another one holds."""
+    ) -> dict[type[Message], Handler]:
+        """Hold what a snapshot of another one holds; return who does which entry of its log."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
         self._succession.former.lineage = lineage
         self._replace(attach, timeline, contents, None)
-
-    def handler(self, kind: type[Message]) -> Handler:
-        """Return who does an entry of the log."""
-        return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
+        return {**self._endpoint.handlers, **self.services.replayed}
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve what was a backup until now; incarnations below ``fences`` are refused.

@@ -24,7 +24,7 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
 from psync.cluster import parse_task_name
@@ -45,7 +45,7 @@ from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import MAX_KEPT_BYTES, Entry
+from psync.ps.executor import MAX_KEPT_BYTES, NOBODY
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.snapshot import Frozen
 from psync.store.sync_config import SyncConfig
@@ -84,28 +84,9 @@ SILENT_S = 10.0
 """A backup that has not answered for so long does not follow."""
 
 
-class Live(NamedTuple):
-    """What no snapshot has of a ps, see ``Section``."""
-
-    state: bytes
-    arrays: Sequence[memoryview]  # none is empty
-
-    @property
-    def nbytes(self) -> int:
-        """Of the arrays."""
-        return sum(map(len, self.arrays))
-
-    def batches(self) -> Iterator[tuple[int, Sequence[memoryview]]]:
-        """Yield the arrays as they are sent, in order, and the place of the first of each batch."""
-        first = nbytes = 0
-        for at, array in enumerate(self.arrays):
-            nbytes += len(array)
-            if at - first >= MAX_ENTRIES or nbytes > PIECE_BYTES:
-                if at > first:
-                    yield first, self.arrays[first:at]
-                first, nbytes = at, len(array)
-        if first < len(self.arrays):
-            yield first, self.arrays[first:]
+Live = tuple[bytes, Sequence[memoryview]]
+"""What no snapshot has of a ps, see ``Section``: its state, and its arrays, of which none is empty.
+"""
 
 
 class BackupSender:
@@ -132,7 +113,7 @@ class BackupSender:
         platform: Platform,
         begin: BeginBackup,
         order: BackUp,
-        log: CommitLog[Entry],
+        log: CommitLog,
         begun: Callable[[str, str], bool],
         advanced: Callable[[], None],
         deposed: Callable[[], None],
@@ -153,8 +134,10 @@ class BackupSender:
         self._peer: Connection | None = None
         self._incarnation: int | None = None  # of the process of the backup
         self._sent = 0  # messages
-        # By number, what the backup has not answered: message, segments, who gets the answer.
-        self._unanswered: dict[int, tuple[Message, Sequence[Segment], Callable[[Frame], None]]] = {}
+        # By number, what the backup has not answered: message, segments, and the last of its
+        # entries; 0: it is a part of the snapshot, of which one at a time is sent.
+        self._unanswered: dict[int, tuple[Message, Sequence[Segment], int]] = {}
+        self._answer: Message | None = None  # of the last part of the snapshot
         self._losses = 0  # connections since the last answer
         self._ships = False  # the snapshot is there
         self._is_soon = False  # ``ship`` is called soon
@@ -180,7 +163,7 @@ class BackupSender:
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
         self._watch()
         try:
-            begin = replace(self._begin, first=first, beside=live.nbytes)
+            begin = replace(self._begin, first=first, beside=len(live[1]))
             await self._send_snapshot(frozen, live, begin)
         except PsyncError as exc:
             self._fail(exc)
@@ -193,7 +176,8 @@ class BackupSender:
         await self._until_taken(self._log.last)
 
     async def _send_snapshot(self, frozen: Frozen, live: Live, begin: BeginBackup) -> None:
-        answer = await self._call(begin, [frozen.state.to_bytes(), live.state])
+        state, arrays = live
+        answer = await self._call(begin, [frozen.state.to_bytes(), state])
         if not isinstance(answer, Text):
             raise RemoteProtocolError(f"a backup began with {type(answer).__name__}")
         self.is_unlike = self._begun(self.order.task, answer.value)
@@ -204,18 +188,17 @@ class BackupSender:
                 stop = min(start + PIECE_BYTES, known.nbytes)
                 part = frozen.part(item, start, stop)
                 await self._call(FillSnapshot(begin.ps, begin.epoch, item, start), part)
-        for at, arrays in live.batches():
-            place = len(frozen.state.items) + at
-            await self._call(FillSnapshot(begin.ps, begin.epoch, place, 0), arrays)
+        for place, array in enumerate(arrays, len(frozen.state.items)):
+            await self._call(FillSnapshot(begin.ps, begin.epoch, place, 0), [array])
 
     async def _call(self, message: Message, segments: Sequence[Segment]) -> Message | None:
         """Send a part of a snapshot, and return its answer."""
         self._check()
-        answers: list[Frame] = []
-        self._put(message, segments, answers.append)
-        while not answers:
+        self._put(message, segments)
+        number = self._sent
+        while number in self._unanswered:
             await self._change()
-        return answers[0].message
+        return self._answer
 
     async def _until_taken(self, number: int) -> None:
         """Ship entries, and wait until the backup has all up to this one."""
@@ -249,34 +232,23 @@ class BackupSender:
     def ship(self) -> None:
         """Send what there is to be sent."""
         self._is_soon = False
-        log, unanswered = self._log, self._unanswered
-        while self._ships and log.shipped < log.last and len(unanswered) < MAX_UNDER_WAY:
-            first, batch = log.to_ship(MAX_ENTRIES, MAX_BYTES)
-            if not batch:
+        log = self._log
+        while self._ships and log.shipped < log.last and len(self._unanswered) < MAX_UNDER_WAY:
+            first = log.shipped + 1
+            entries, segments = log.to_ship(MAX_ENTRIES, MAX_BYTES)
+            if not entries:
                 return
-            self._send(first, batch)
-
-    def _send(self, first: int, batch: Sequence[Entry]) -> None:
-        entries = [(*each.client, each.header, len(each.body)) for each in batch]
-        segments = [segment for each in batch for segment in each.body]
-        message = LogEntries(self._begin.ps, self.order.epoch, first, entries)
-        self._put(message, segments, functools.partial(self._taken, first + len(batch) - 1))
-
-    def _taken(self, upto: int, _: Frame) -> None:
-        self._log.note_taken(upto)
-        self._advanced()
-        self.ship()
+            message = LogEntries(self._begin.ps, self.order.epoch, first, entries)
+            self._put(message, segments, log.shipped)
 
     # Messages, which outlive connections.
 
-    def _put(
-        self, message: Message, segments: Sequence[Segment], then: Callable[[Frame], None]
-    ) -> None:
+    def _put(self, message: Message, segments: Sequence[Segment], upto: int = 0) -> None:
         """Send a message, again where a connection is lost, until it is answered."""
         if not self._unanswered:
             self._heard_at = self._now()
         self._sent += 1
-        self._unanswered[self._sent] = message, segments, then
+        self._unanswered[self._sent] = message, segments, upto
         if self._peer is not None:
             self._ask(self._peer, self._sent)
 
@@ -297,11 +269,18 @@ class BackupSender:
         elif isinstance(outcome, Exception):
             self._fail(outcome)
         else:
-            *_, then = self._unanswered.pop(number)
+            *_, upto = self._unanswered.pop(number)
             self._losses = 0
             self._heard_at = self._now()
             self._changed.set()
-            then(outcome)
+            if not upto:
+                self._answer = outcome.message
+                return
+            log = self._log
+            log.note_taken(upto)
+            self._advanced()
+            if log.shipped < log.last:
+                self.ship()
 
     async def _connect(self) -> None:
         """Connect, perhaps again, and send what is not answered."""
@@ -587,12 +566,12 @@ class BackupService:
                 await contents.pause(why)
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
-                first = executor.begin_copy() + 1
+                first = executor.log.begin_copy() + 1
                 # Plans come and go as messages arrive, and not in the order of the log: those that
                 # entries name are there as it begins.
                 plans = contents.plans.snapshot()
                 held: list[tuple[Frozen, Live]] = []
-                await executor.turn(lambda: self._hold(sender, plans, held))
+                await executor.run(NOBODY, None, lambda _: self._hold(sender, plans, held))
             finally:
                 contents.resume(why)
             await sender.copy(*held[0], first)

@@ -38,7 +38,7 @@ from psync.ps.accumulators import Accumulators, pack_accumulators, unpack_accumu
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
-from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
+from psync.ps.executor import MAX_KEPT_BYTES, Executor
 from psync.ps.life import Life
 from psync.ps.plans import NO_BYTES, Plans
 from psync.ps.pulls import PsPulls
@@ -116,9 +116,9 @@ class PsServices:
         self._ended = False  # something else is served; a step may still be on its way
         self.locks = PsLocks(task, store)
         parts = platform.parts
-        log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
-        self.executor = executor = Executor(task, self.coordinator, store, work, log)
-        executor.digest = self.digest
+        log = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
+        log.digest = self.digest
+        self.executor = executor = Executor(task, store, work, log)
         plans.note = lambda client, message: executor.note(client, message, nothing_is_left)
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
@@ -274,7 +274,7 @@ class PsServices:
         arrays: list[memoryview] = []
         sections = [await each.live(arrays) for each in self.sections]
         state = msgpack.encode((plans, sections, [len(each) for each in arrays]))
-        return Live(state, [each for each in arrays if each])
+        return state, [each for each in arrays if each]
 
     async def _restore(self, request: Request[BeginBackup]) -> None:
         """Be, on a backup, where that is which has returned this."""
@@ -357,7 +357,6 @@ class PsServices:
             if addresses != known:
                 self.closer.all_ps.move(addresses)
             self.closer.serve()
-        self.replayed = {}
         if self.teller is not None:
             self.teller.move(addresses)
         self._tell_counts()

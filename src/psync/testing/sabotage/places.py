@@ -16,11 +16,14 @@ from psync.checkpoints.files import Writer
 from psync.client.ps import Delivery, Outgoing, PlanUpdate
 from psync.client.sync import PartAnswers, SyncClient
 from psync.coordinator import Coordinator
-from psync.net.connection import OwnRequest, Request
+from psync.net.connection import Connection, OwnRequest, Request
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
+from psync.wire.codec import Message
+from psync.wire.frames import Frame
+from psync.wire.messages import LogEntries
 from psync.worker.session import Session
 
 T = TypeVar("T")
@@ -55,6 +58,15 @@ def _came(_: PsUpdates, request: Request[Any]) -> bool:
     return not isinstance(request, OwnRequest)  # not out of the log of another one
 
 
+def _has_entries(_: BackupSender, message: Message, *__: Any) -> bool:
+    return isinstance(message, LogEntries)
+
+
+def _has_taken(sender: BackupSender, peer: Connection, number: int, outcome: object) -> bool:
+    is_answer = peer is sender._peer and isinstance(outcome, Frame)
+    return is_answer and sender._unanswered[number][2] > 0  # no part of a snapshot
+
+
 def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:
     return (
         coordinator.workers.current(request.peer) is not None
@@ -82,9 +94,9 @@ PLACES = (
     Place("ps.push.applied", PsUpdates, "_applied", BEGIN, _is_push),
     Place("ps.assign.applied", PsUpdates, "_applied", BEGIN, _is_no_push),
     # Entries are about to be sent to a backup, and nothing is applied.
-    Place("ps.backup.sending", BackupSender, "_send", BEGIN),
+    Place("ps.backup.sending", BackupSender, "_put", BEGIN, _has_entries),
     # A backup has them, nothing is applied here.
-    Place("ps.backup.taken", BackupSender, "_taken", BEGIN),
+    Place("ps.backup.taken", BackupSender, "_heard", BEGIN, _has_taken),
     # Shards exist, not answered.
     Place("ps.create.done", PsUpdates, "_fill_shards", END),
     # A part of a synchronous push is held here, ps 0 does not know.

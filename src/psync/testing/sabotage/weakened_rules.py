@@ -6,6 +6,7 @@ Each is the rule itself, told something wrong. So the code that trains knows not
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -136,9 +137,16 @@ class OpenGate(UpdateGate):
         return []
 
 
-class WeakCommitLog(CommitLog[Any]):
+class WeakCommitLog(CommitLog):
     """A log whose entries are done at once, whatever the backup has of them."""
 
-    def may_judge(self, number: int) -> bool:
-        """Return whether it may be done: always."""
-        return self.state is LogState.PAIRED or super().may_judge(number)
+    def pair(self) -> None:
+        """The copy is there."""
+        super().pair()
+        self.released = sys.maxsize
+
+    def note_taken(self, number: int) -> None:
+        """The backup has all entries up to this one."""
+        super().note_taken(number)
+        if self.state is LogState.PAIRED:
+            self.released = sys.maxsize

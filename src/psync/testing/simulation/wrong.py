@@ -51,12 +51,13 @@ Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
 
 
-def may_judge_shipped(original: Callable[..., Any]) -> Any:
-    def may_judge(self: CommitLog[Any], number: int) -> bool:
-        shipped = self.state is LogState.PAIRED and number <= self.shipped
-        return shipped or bool(original(self, number))
+def released_as_shipped(original: Callable[..., Any]) -> Any:
+    def note_taken(self: CommitLog, number: int) -> None:
+        original(self, number)
+        if self.state is LogState.PAIRED:
+            self.released = self.shipped
 
-    return may_judge
+    return note_taken
 
 
 def one_too_few(original: Callable[..., int]) -> Any:
