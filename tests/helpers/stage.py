@@ -22,7 +22,7 @@ from psync.net.secret import Secret
 from psync.ps.life import Life
 from psync.ps_task import PsTask
 from psync.specs import ShardSpec, dtype_name, dtype_of
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import LogState
 from psync.store.store import Key
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, decode, encode, replace
@@ -62,19 +62,10 @@ class HeldSender:
     is_unlike = False
     error = None
 
-    def __init__(
-        self,
-        platform: Platform,
-        begin: BeginBackup,
-        order: BackUp,
-        log: CommitLog,
-        begun: Callable[[str, str], bool],
-        advanced: Callable[[], None],
-        deposed: Callable[[], None],
-    ) -> None:
-        self.order, self.log = order, log
+    def __init__(self, service: Any, begin: BeginBackup, order: BackUp) -> None:
+        self.order, self.log = order, service.executor.log
         self.ended = asyncio.Event()
-        self._begin, self._begun, self._advanced = begin, begun, advanced
+        self._begin, self._service = begin, service
         self._peer = peer_of((f"/job:ps/task:{begin.ps}", begin.coordinator))
         self.stage.sender = self
 
@@ -93,7 +84,7 @@ class HeldSender:
         begin = replace(self._begin, first=first, beside=len(arrays))
         begun = await self._tell(begin, [frozen.state.to_bytes(), state])
         assert isinstance(begun, Text)
-        self._begun(self.order.task, begun.value)
+        self._service.begun_with(self.order.task, begun.value)
         beside = enumerate(arrays, len(frozen.state.items))
         for item, data in [*_items_of(frozen), *beside]:
             await self._tell(FillSnapshot(self._begin.ps, self.order.epoch, item, 0), [data])
@@ -115,7 +106,7 @@ class HeldSender:
             await self._tell(LogEntries(0, self.order.epoch, first, entries), segments)
         if heard and entries:
             self.log.note_taken(self.log.shipped)
-            self._advanced()
+            self._service.executor.advance()
         return len(entries)
 
     def ship_soon(self) -> None:

@@ -37,13 +37,12 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
-from psync.backups.primary import PsProcess
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
 from psync.net.shielding import shielded
@@ -84,14 +83,13 @@ class _Entry(OwnRequest[Message]):
     __slots__ = ("backup", "size")
 
     backup: _Backup
-    size: int  # bytes of the body
+    size: int  # bytes of the header and the body
 
     def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """It is done."""
         if not self.over:
             self.over = True
             backup = self.backup
-            backup.waiting -= 1
             backup.pending_bytes -= self.size
             backup.changed.set()
 
@@ -118,9 +116,7 @@ class _Backup:
         self.address: asyncio.Task[str] | None = None  # once it is to serve
         self._handlers: dict[type[Message], Handler] = {}  # by kind of entry, once it is complete
         self._entries: deque[_Entry] = deque()
-        self.waiting = 0  # entries that are not done
-        self.pending_bytes = 0  # of these
-        self._state: dict[str, Any] = {}  # sets, by their numbers in the log
+        self.pending_bytes = 0  # of entries that are not done; none has no header
         self._doing: asyncio.Task[None] | None = None
         self._spawned: list[asyncio.Task[None]] = []  # by the entry that is done just now
         self.changed = asyncio.Event()  # an entry is done
@@ -179,10 +175,9 @@ class _Backup:
         task, incarnation, header, _ = sent
         client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
         failed = functools.partial(self._note, number)
-        entry = _Entry(AsIfFrom(client, self._state, self._spawn), message, body, failed)
-        entry.header, entry.backup, entry.size = header, self, nbytes
-        self.waiting += 1
-        self.pending_bytes += nbytes
+        entry = _Entry(AsIfFrom(client, spawn=self._spawn), message, body, failed)
+        entry.header, entry.backup, entry.size = header, self, len(header) + nbytes
+        self.pending_bytes += entry.size
         self.taken = number
         if isinstance(message, CheckState) and message.chain != self.chain:
             entry.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
@@ -235,11 +230,11 @@ class _Backup:
             self.failed = True
 
     async def settle(self, below: int = 0) -> None:
-        """Wait until no more than so many bytes of entries are left; 0: until all are done.
+        """Wait until no more than so many bytes of entries are left that are not done.
 
         Cancellation: Safe.
         """
-        while not self.is_damaged and (self.pending_bytes > below if below else self.waiting):
+        while not self.is_damaged and self.pending_bytes > below:
             self.changed.clear()
             await self.changed.wait()
 
@@ -257,16 +252,12 @@ class BackupHost:
     """The backups in one process.
 
     Args:
-        process: The process.
         own: The ps whose process it is.
-        make: Makes a ps task that does not listen, given its index.
     """
 
-    def __init__(self, process: PsProcess, own: PsTask, make: Callable[[int], PsTask]) -> None:
-        self._process = process
-        self._task = process.task
+    def __init__(self, own: PsTask) -> None:
+        self._task = own.task
         self._own = own
-        self._make = make
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self.diverged = 0  # backups that were not what they should have been
@@ -283,7 +274,7 @@ class BackupHost:
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way on one that serves."""
-        return bool(self._backups) and any(task.is_torn for task in self.serving)
+        return any(task.is_torn for task in self.serving)
 
     @property
     def serving(self) -> list[PsTask]:
@@ -330,7 +321,7 @@ class BackupHost:
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
-        own = self._process.platform.parts.of(Computation)()
+        own = self._own.platform.parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
         begun = Text(own.numerics)
         if message.coordinator < self._own.newest:
@@ -349,10 +340,10 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        loaded = load(state, self._process, sender, message.coordinator)
+        loaded = load(state, self._own, sender, message.coordinator)
         if known is not None:
             self._end(known)
-        made = _Backup(message, self._make(message.ps), loaded, body[1], sender)
+        made = _Backup(message, self._own.make_backup(message.ps), loaded, body[1], sender)
         self._backups[message.ps] = made
         made.look()
         request.answer(begun)

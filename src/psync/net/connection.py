@@ -272,8 +272,8 @@ class AsIfFrom(msgspec.Struct, eq=False):
     """Stands for the connection over which an entry of a log came to the ps that has the log."""
 
     client: tuple[str, int]
-    state: dict[str, Any]
-    spawn: Spawn
+    state: dict[str, Any] = {}
+    spawn: Spawn = asyncio.create_task
     lane: str = "control"
     is_closed: bool = False
     on_closed: list[Any] = []
@@ -306,12 +306,6 @@ class Handler:
 
     run: Callable[[Request[Any]], Any]
     prepare: Callable[[Request[Any]], Sequence[memoryview]] | None = None
-
-    def serve(self, request: Request[Any]) -> None:
-        """Serve a request of another source than a connection. Raises what ``run`` raises."""
-        work = self.run(request)
-        if isinstance(work, CoroutineType):
-            request.start(work)
 
 
 class Connection(asyncio.BufferedProtocol):

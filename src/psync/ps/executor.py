@@ -27,7 +27,7 @@ import enum
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -40,7 +40,7 @@ from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
-from psync.wire.messages import CheckState, Done
+from psync.wire.messages import Done
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +106,6 @@ class Executor:
         self._again = False  # the loop will look again
         self._acting = False  # an entry is being judged just now
         self._over: PsyncError | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no backup, and none is being made."""
-        return self.log.state is LogState.ALONE
 
     @property
     def waiting(self) -> int:
@@ -233,10 +228,6 @@ class Executor:
             act = functools.partial(self.log.execute, check)
             self._queue.append(_Entry(number, act, _NOBODYS, None))
             self.advance()
-
-    def compare(self, request: Request[CheckState]) -> None:
-        """Execute a check, on a backup."""
-        self.in_turn(lambda: self.log.execute(request.message), request)
 
     # Executing them.
 
@@ -376,16 +367,12 @@ def awaited(client: Client, done: asyncio.Future[None]) -> Request[Any]:
         elif not done.done():
             done.set_result(None)
 
-    return OwnRequest(AsIfFrom(client, {}, _spawn), None, [], then)
+    return OwnRequest(AsIfFrom(client), None, [], then)
 
 
 def nobodys(client: Client, message: Any = None) -> Request[Any]:
     """Return a request of a client's for whose answer nobody waits."""
-    return OwnRequest(AsIfFrom(client, {}, _spawn), message, [], lambda _: None)
-
-
-def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    return asyncio.get_running_loop().create_task(work)
+    return OwnRequest(AsIfFrom(client), message, [], lambda _: None)
 
 
 _DONE = Done()

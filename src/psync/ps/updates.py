@@ -511,7 +511,7 @@ class PsUpdates:
         if message.rows is not None:
             return memory_for(self._pool, nbytes, varies=True)
         if request.borrowed is not None and known.optimizer >= 0:
-            is_alone = self._executor.is_alone
+            is_alone = self._executor.log.state is LogState.ALONE
             return body_in_place(request, self._pool, known, nbytes, is_alone=is_alone)
         if nbytes < ABOVE_BYTES:
             return (np.empty(nbytes, np.uint8).data,)

@@ -3,8 +3,8 @@
 What a ps task has lives as long as
 
     its process    network, memory, long work, variables kept for the next program, snapshots
-                   that are frozen or being read, backups of other ps tasks: ``PsTask``, which hands
-                   ``PsProcess`` to all that follows
+                   that are frozen or being read, backups of other ps tasks: ``PsTask``, which is
+                   handed to all that follows
     a coordinator  plans of clients (``ps.plans``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
@@ -26,11 +26,11 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import msgpack
 
-from psync.backups.primary import BackupService, Live, PsProcess, Section
+from psync.backups.primary import BackupService, Live, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.connection import Handler, Request
@@ -71,6 +71,9 @@ from psync.wire.messages import (
     TellCounts,
 )
 
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
+
 logger = logging.getLogger(__name__)
 
 NOT_JUDGED = frozenset({Read, LockShards, SetOptimizer})
@@ -84,7 +87,7 @@ class PsServices:
     """All that serves one coordinator on one timeline. Ended once, never built anew.
 
     Args:
-        process: Of the ps task.
+        process: The ps task.
         life: SERVING, HOSTED; else nothing is to be served, and this is what refuses it.
         attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
         timeline: How often that coordinator has rolled back to a snapshot.
@@ -98,7 +101,7 @@ class PsServices:
 
     def __init__(
         self,
-        process: PsProcess,
+        process: PsTask,
         life: Life,
         attach: AttachPs | None,
         timeline: int,
@@ -165,8 +168,9 @@ class PsServices:
         if life is Life.HOSTED:
             self.expect_moves()
             self.replayed = {
-                BeginBackup: Handler(self._restore), CheckState: Handler(executor.compare)
-            }  # fmt: skip
+                BeginBackup: Handler(self._restore),
+                CheckState: Handler(lambda r: executor.in_turn(lambda: log.execute(r.message), r)),
+            }
             for section in self.sections:
                 self.replayed.update(section.replayed())
 
@@ -431,7 +435,7 @@ class PsServices:
     def deposed(self) -> None:
         """The backup serves in place of the ps: of this, and not of what has followed it since."""
         if not self._ended:
-            self._process.deposed()
+            self._process.depose()
 
     async def drain(self) -> None:
         """Let go on who waits for a lock or at the gate; wait for what is being done."""

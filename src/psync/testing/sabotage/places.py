@@ -16,7 +16,7 @@ from psync.checkpoints.files import Writer
 from psync.client.ps import Delivery, Outgoing, PlanUpdate
 from psync.client.sync import PartAnswers, SyncClient
 from psync.coordinator import Coordinator
-from psync.net.connection import Connection, OwnRequest, Request
+from psync.net.connection import OwnRequest, Request
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.sync.outgoing_steps import OutgoingSteps
@@ -62,9 +62,8 @@ def _has_entries(_: BackupSender, message: Message, *__: Any) -> bool:
     return isinstance(message, LogEntries)
 
 
-def _has_taken(sender: BackupSender, peer: Connection, number: int, outcome: object) -> bool:
-    is_answer = peer is sender._peer and isinstance(outcome, Frame)
-    return is_answer and sender._unanswered[number][2] > 0  # no part of a snapshot
+def _has_taken(sender: BackupSender, number: int, outcome: object) -> bool:
+    return isinstance(outcome, Frame) and sender._unanswered[number][2] > 0  # no snapshot
 
 
 def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:

@@ -116,7 +116,7 @@ def drops_calls(original: Callable[..., Any]) -> Any:
 
 def one_forgets_to_take(original: Callable[..., Any]) -> Any:
     def take(self: PsTask, loaded: Any, message: Any) -> None:
-        if self._index != 0:
+        if self.index != 0:
             original(self, loaded, message)
 
     return take
