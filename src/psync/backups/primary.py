@@ -40,7 +40,10 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
+from psync.net.platform import Platform
 from psync.net.shielding import shielded
+from psync.numerics.memory import BlockPool
+from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import MAX_KEPT_BYTES, NOBODY, Executor
 from psync.store.commit_log import LogState
 from psync.store.snapshot import Frozen
@@ -57,7 +60,6 @@ from psync.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from psync.ps_task import PsTask
     from psync.sync.ps_services import PsServices
 
 logger = logging.getLogger(__name__)
@@ -384,6 +386,28 @@ class Section(Protocol):
         """Return who executes, on a backup, what only a log says, or says otherwise."""
 
 
+class PsProcess(Protocol):
+    """What the ps task, which lives as long as its process, is to its services."""
+
+    task: str
+    index: int
+    platform: Platform
+    pool: BlockPool
+    work: LongWork
+
+    def check_coordinator(self, peer: Connection) -> None:
+        """Raise FencedError unless a peer is the coordinator that is served."""
+
+    def lineage(self) -> int | None:
+        """Return that of what is served, see ``store.reattach``; None: nothing is."""
+
+    def depose(self) -> None:
+        """The backup serves in its place."""
+
+    def cut_off(self) -> None:
+        """Close the connections of tasks that are not served any more."""
+
+
 class BackupService:
     """Keeps the backup of one ps.
 
@@ -392,7 +416,7 @@ class BackupService:
         contents: What is backed up.
     """
 
-    def __init__(self, ps: PsTask, contents: PsServices) -> None:
+    def __init__(self, ps: PsProcess, contents: PsServices) -> None:
         self.ps = ps
         self._contents = contents
         self.executor: Executor = contents.executor

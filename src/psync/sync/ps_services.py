@@ -4,7 +4,7 @@ What a ps task has lives as long as
 
     its process    network, memory, long work, variables kept for the next program, snapshots
                    that are frozen or being read, backups of other ps tasks: ``PsTask``, which is
-                   handed to all that follows
+                   ``PsProcess`` to all that follows
     a coordinator  plans of clients (``ps.plans``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
@@ -26,11 +26,11 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import msgpack
 
-from psync.backups.primary import BackupService, Live, Section
+from psync.backups.primary import BackupService, Live, PsProcess, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.connection import Handler, Request
@@ -71,9 +71,6 @@ from psync.wire.messages import (
     TellCounts,
 )
 
-if TYPE_CHECKING:
-    from psync.ps_task import PsTask
-
 logger = logging.getLogger(__name__)
 
 NOT_JUDGED = frozenset({Read, LockShards, SetOptimizer})
@@ -101,7 +98,7 @@ class PsServices:
 
     def __init__(
         self,
-        process: PsTask,
+        process: PsProcess,
         life: Life,
         attach: AttachPs | None,
         timeline: int,
