@@ -30,8 +30,6 @@ CHECK_EVERY = 1024
 Logged = tuple[str, int, bytes, int]
 """An entry, as ``LogEntries`` has it: whose it is, the message, how many segments its body has."""
 
-Body = Sequence[memoryview]
-
 
 class LogState(enum.Enum):
     """How a primary stands to its backup."""
@@ -77,13 +75,13 @@ class CommitLog:
         self._task = task
         self._max_kept = max_kept_bytes
         # That the backup does not have, from the first after ``taken``, with what each counts.
-        self._kept: deque[tuple[Logged, Body, int]] = deque()
+        self._kept: deque[tuple[Logged, Sequence[memoryview], int]] = deque()
         self._kept_bytes = 0
         self._chain = 0  # over the entries that went over, see ``chained``
         self._check = 0  # number of the last check in the log
         self._digests: dict[int, bytes] = {}  # of the last two checks that were executed
 
-    def append(self, client: tuple[str, int], header: bytes, body: Body) -> int:
+    def append(self, client: tuple[str, int], header: bytes, body: Sequence[memoryview]) -> int:
         """Keep an entry for the backup that there is, or that is being made; return its number.
 
         Raises:

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from psync.backups.primary import BackupSender
 from psync.checkpoints.files import Writer
 from psync.client.ps import Delivery, Outgoing, PlanUpdate
 from psync.client.sync import PartAnswers, SyncClient
@@ -19,11 +18,9 @@ from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
+from psync.store.commit_log import CommitLog
 from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
-from psync.wire.codec import Message
-from psync.wire.frames import Frame
-from psync.wire.messages import LogEntries
 from psync.worker.session import Session
 
 T = TypeVar("T")
@@ -58,14 +55,6 @@ def _came(_: PsUpdates, request: Request[Any]) -> bool:
     return not isinstance(request, OwnRequest)  # not out of the log of another one
 
 
-def _has_entries(_: BackupSender, message: Message, *__: Any) -> bool:
-    return isinstance(message, LogEntries)
-
-
-def _has_taken(sender: BackupSender, number: int, outcome: object) -> bool:
-    return isinstance(outcome, Frame) and sender._unanswered[number][2] > 0  # no snapshot
-
-
 def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:
     return (
         coordinator.workers.current(request.peer) is not None
@@ -93,9 +82,9 @@ PLACES = (
     Place("ps.push.applied", PsUpdates, "_applied", BEGIN, _is_push),
     Place("ps.assign.applied", PsUpdates, "_applied", BEGIN, _is_no_push),
     # Entries are about to be sent to a backup, and nothing is applied.
-    Place("ps.backup.sending", BackupSender, "_put", BEGIN, _has_entries),
+    Place("ps.backup.sending", CommitLog, "to_ship", END),
     # A backup has them, nothing is applied here.
-    Place("ps.backup.taken", BackupSender, "_heard", BEGIN, _has_taken),
+    Place("ps.backup.taken", CommitLog, "note_taken", BEGIN),
     # Shards exist, not answered.
     Place("ps.create.done", PsUpdates, "_fill_shards", END),
     # A part of a synchronous push is held here, ps 0 does not know.

@@ -6,7 +6,6 @@ Each is the rule itself, told something wrong. So the code that trains knows not
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import msgspec
 
 from psync.net.platform import PerProcess
 from psync.ps.admission import UpdateGate
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import CommitLog
 from psync.store.ledger import Client, Ledger, Verdict
 from psync.sync.pushes import Action, Contribution
 from psync.sync.step_closer import StepCloser
@@ -140,13 +139,4 @@ class OpenGate(UpdateGate):
 class WeakCommitLog(CommitLog):
     """A log whose entries are done at once, whatever the backup has of them."""
 
-    def pair(self) -> None:
-        """The copy is there."""
-        super().pair()
-        self.released = sys.maxsize
-
-    def note_taken(self, number: int) -> None:
-        """The backup has all entries up to this one."""
-        super().note_taken(number)
-        if self.state is LogState.PAIRED:
-            self.released = sys.maxsize
+    released = property(lambda self: self.last, lambda *_: None)

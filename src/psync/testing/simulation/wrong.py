@@ -29,7 +29,7 @@ from psync.ps.computes import Compute, Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
-from psync.store.commit_log import CommitLog, LogState, chained
+from psync.store.commit_log import CommitLog, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
@@ -54,8 +54,7 @@ Make = Callable[[Callable[..., Any]], Any]
 def released_as_shipped(original: Callable[..., Any]) -> Any:
     def note_taken(self: CommitLog, number: int) -> None:
         original(self, number)
-        if self.state is LogState.PAIRED:
-            self.released = self.shipped
+        self.released = max(self.released, self.shipped)
 
     return note_taken
 
