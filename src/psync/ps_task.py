@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from psync.backups.host import BackupHost
 from psync.backups.locate_ps import Primary
-from psync.backups.primary import PsProcess
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -92,27 +91,22 @@ class PsTask:
         self.task = task = f"/job:ps/task:{index}"
         self.stopped = asyncio.Event() if stopped is None else stopped
         self.life = Life.EMPTY
-        self._platform = platform
+        self.platform = platform
         self._is_hosted = is_hosted
-        self._index = index
+        self.index = index
         self._address = address
-        self._pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
+        self.pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
         self.work = LongWork(self.task, self.stopped.set)
-        parts, pool, work, check = platform.parts, self._pool, self.work, self._check_coordinator
-        self._process = PsProcess(
-            task, index, platform, pool, work, check, self._lineage, self._depose, self._cut_off
-        )
         nothing = self._nothing(0)
-        self.services = parts.of(PsServices)(
-            self._process, self.life, None, 0, nothing, Plans(self.task)
-        )
+        make = platform.parts.of(PsServices)
+        self.services = make(self, self.life, None, 0, nothing, Plans(task))
         self._board: Board | None = None  # until a task of a training session posts
-        self._host = BackupHost(self._process, self, self._make_backup)
+        self._host = BackupHost(self)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
         clock = None if index or is_hosted else platform.new_incarnation
-        self._succession = Succession(self._process, self, clock)
-        self._snapshots = parts.of(Snapshots)(self._process, self)
+        self._succession = Succession(self, clock)
+        self._snapshots = platform.parts.of(Snapshots)(self)
         handlers: dict[type[Message], Handler] = {
             messages.AttachPs: Handler(self._attach),
             messages.AskStatistics: Handler(
@@ -128,7 +122,7 @@ class PsTask:
             **self.services.handlers(),
         }
         incarnation = platform.new_incarnation()
-        self._endpoint = Endpoint(platform, task, incarnation, handlers, pool, self._admit)
+        self._endpoint = Endpoint(platform, task, incarnation, handlers, self.pool, self._admit)
         self.chief = ChiefPresence(self._endpoint)
         self._recorder = SpanRecorder(platform, task, self._facts, self._counters)
         self._recorder.watch_endpoint(self._endpoint)
@@ -154,7 +148,7 @@ class PsTask:
         await self.work.drain()  # what began meanwhile
         self.work.close()
         if not self._is_hosted:
-            self._platform.memory.end()
+            self.platform.memory.end()
 
     @property
     def is_torn(self) -> bool:
@@ -216,12 +210,12 @@ class PsTask:
         """
         self.services.end(self.life, timeline, patience_s, self._succession.lost)
         plans = self.services.plans.since(attach.coordinator)
-        make = self._platform.parts.of(PsServices)
-        self.services = make(self._process, self.life, attach, timeline, contents, plans)
+        make = self.platform.parts.of(PsServices)
+        self.services = make(self, self.life, attach, timeline, contents, plans)
         self._endpoint.handlers.update(self.services.handlers())
 
     def _nothing(self, floor: int) -> Loaded:
-        return load(NOTHING, self._process, self.task, floor)
+        return load(NOTHING, self, self.task, floor)
 
     # The coordinator.
 
@@ -235,7 +229,8 @@ class PsTask:
         """Incarnation of the newest coordinator that was heard of in this process; 0: none."""
         return max(self.floor, self._host.newest)
 
-    def _check_coordinator(self, peer: Connection) -> None:
+    def check_coordinator(self, peer: Connection) -> None:
+        """Raise FencedError unless a peer is the coordinator that is served."""
         attach = self.services.attach
         if attach is None or (peer.task, peer.incarnation) != (CHIEF, attach.coordinator):
             check_chief(peer)
@@ -255,7 +250,7 @@ class PsTask:
             return messages.Refused("fenced", newer if hello.task == CHIEF else exc.message)
         return None
 
-    def _cut_off(self) -> None:
+    def cut_off(self) -> None:
         """Close the connections of tasks that have been replaced: so nobody asks at each message.
 
         What they make instead is refused, see ``_admit``. Other ps tasks are refused by message.
@@ -301,7 +296,7 @@ class PsTask:
         self._succession.begin(attach, before)
         if self._board is not None:
             self._board.begin(attach.coordinator)
-        self._cut_off()
+        self.cut_off()
         if not attach.keep:  # else it may have to go on with what is here, see AskServed
             self._host.end_below(attach.coordinator)
 
@@ -337,10 +332,11 @@ class PsTask:
 
     # The backup of this ps.
 
-    def _lineage(self) -> int | None:
+    def lineage(self) -> int | None:
+        """Return that of what is served, see ``store.reattach``; None: nothing is."""
         return self._succession.former.lineage if self.life is Life.SERVING else None
 
-    def _depose(self) -> None:
+    def depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
         logger.warning(
             "%s: has been replaced by its backup, and serves no more requests", self.task
@@ -363,36 +359,34 @@ class PsTask:
         if self.life is not Life.SERVING:
             return None
         timeline, waits_for = self.services.timeline, self.services.backup.waits_for()
-        return Primary(self._index, address, self.floor, timeline, epoch, *waits_for)
+        return Primary(self.index, address, self.floor, timeline, epoch, *waits_for)
 
     def end_below(self, coordinator: int) -> None:
         """Hold nothing, if it has been replaced; see ``backups.host``."""
         if self.life is Life.SERVING and self.floor < coordinator:
-            self._depose()
+            self.depose()
 
     # Backups of other ps tasks in this process; and being one, see ``backups.host``.
 
-    def _make_backup(self, index: int) -> PsTask:
+    def make_backup(self, index: int) -> PsTask:
+        """Return a ps task of this process that does not listen."""
         host, _, _ = self._address.rpartition(":")
         address = f"{host}:0" if host else f"{self._address}.{index}"
-        make = self._platform.parts.of(PsTask)
+        make = self.platform.parts.of(PsTask)
         # It shares ``stopped``: one that is damaged ends the process.
-        made = make(self._platform, index, address, self.stopped, is_hosted=True)
+        made = make(self.platform, index, address, self.stopped, is_hosted=True)
         self.chief.watch(made._endpoint)
         return made
 
     def take_over(
         self, attach: messages.AttachPs, loaded: Loaded, timeline: int, lineage: int
-    ) -> None:
-        """Hold what a snapshot of another one holds."""
+    ) -> dict[type[Message], Handler]:
+        """Hold what a snapshot of another one holds; return who does which entry of its log."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
         self._succession.former.lineage = lineage
         self._replace(attach, timeline, contents, None)
-
-    def handler(self, kind: type[Message]) -> Handler:
-        """Return who does an entry of the log."""
-        return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
+        return {**self._endpoint.handlers, **self.services.replayed}
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve what was a backup until now; incarnations below ``fences`` are refused.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from types import CoroutineType
 from typing import Any, NamedTuple
 
 from psync.net.connection import AsIfFrom, Handler, OwnRequest
@@ -121,7 +122,8 @@ def served(
     asked = Asked(peer, message, (), then)
     try:
         asked = arrived(handler, peer, message, segments, then)
-        handler.serve(asked)
+        if isinstance(work := handler.run(asked), CoroutineType):
+            asked.start(work)
     except Exception as exc:
         asked.fail(exc)
     return asked

@@ -27,7 +27,7 @@ def endpoint_of(owner: Any) -> Endpoint:
 
 
 def platform_of(task: Any) -> Platform:
-    return task._platform
+    return getattr(task, "platform", None) or task._platform
 
 
 def handlers_of(task: Any) -> dict[type[Message], Handler]:
@@ -41,7 +41,7 @@ def peers_of(link: PsLink) -> list[Connection]:
 
 
 def pool_of(owner: Any) -> BlockPool:
-    return owner._pool
+    return getattr(owner, "pool", None) or owner._pool
 
 
 # Of a ps task.

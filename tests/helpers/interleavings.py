@@ -109,7 +109,7 @@ class Asked(OwnRequest[Any]):
 class Far(AsIfFrom):
     """The connection of ps 0, as ps 1 sees it."""
 
-    up: list[Any]
+    up: Any = None
 
     def notify(self, message: m.Held) -> None:
         if not self.is_closed:
@@ -223,7 +223,7 @@ class World:
         task, ledger = f"/job:ps/task:{number}", Ledger()
         for fence in state.fenced:
             ledger.fence(*fence)
-        executor = Executor(task, 1, STORE, WORK, CommitLog(task, 0))
+        executor = Executor(task, STORE, WORK, CommitLog(task, 0))
         sync: Any = PsSync(PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE)
         sync.groups[GROUP] = KnownGroup(self.cluster, state)
         if state.step is not None:

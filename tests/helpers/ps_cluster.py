@@ -187,9 +187,9 @@ def heard(task: PsTask, kind: type[Message]) -> list[Any]:
     handlers, messages = handlers_of(task), list[Message]()
     handler = handlers[kind]
 
-    def run(request: Request[Any]) -> None:
+    def run(request: Request[Any]) -> Any:
         messages.append(request.message)
-        handler.serve(request)
+        return handler.run(request)
 
     handlers[kind] = Handler(run, handler.prepare)
     return messages

@@ -19,11 +19,10 @@ from psync.errors import FencedError
 from psync.net.connection import AsIfFrom
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
-from psync.ps.executor import Entry
 from psync.ps.life import Life
 from psync.ps_task import PsTask
 from psync.specs import ShardSpec, dtype_name, dtype_of
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import LogState
 from psync.store.store import Key
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, decode, encode, replace
@@ -63,19 +62,10 @@ class HeldSender:
     is_unlike = False
     error = None
 
-    def __init__(
-        self,
-        platform: Platform,
-        begin: BeginBackup,
-        order: BackUp,
-        log: CommitLog[Entry],
-        begun: Callable[[str, str], bool],
-        advanced: Callable[[], None],
-        deposed: Callable[[], None],
-    ) -> None:
-        self.order, self.log = order, log
+    def __init__(self, service: Any, begin: BeginBackup, order: BackUp) -> None:
+        self.order, self.log = order, service.executor.log
         self.ended = asyncio.Event()
-        self._begin, self._begun, self._advanced = begin, begun, advanced
+        self._begin, self._service = begin, service
         self._peer = peer_of((f"/job:ps/task:{begin.ps}", begin.coordinator))
         self.stage.sender = self
 
@@ -90,23 +80,16 @@ class HeldSender:
         return cast(Message, outcome.message)
 
     async def copy(self, frozen: Any, live: Live, first: int) -> None:
-        begin = replace(self._begin, first=first, beside=live.nbytes)
-        begun = await self._tell(begin, [frozen.state.to_bytes(), live.state])
+        state, arrays = live
+        begin = replace(self._begin, first=first, beside=len(arrays))
+        begun = await self._tell(begin, [frozen.state.to_bytes(), state])
         assert isinstance(begun, Text)
-        self._begun(self.order.task, begun.value)
-        for item, data in _items_of(frozen):
+        self._service.begun_with(self.order.task, begun.value)
+        beside = enumerate(arrays, len(frozen.state.items))
+        for item, data in [*_items_of(frozen), *beside]:
             await self._tell(FillSnapshot(self._begin.ps, self.order.epoch, item, 0), [data])
-        for at, arrays in live.batches():
-            place = len(frozen.state.items) + at
-            await self._tell(FillSnapshot(self._begin.ps, self.order.epoch, place, 0), arrays)
         frozen.drop()
         self.log.pair()
-
-    async def _entries(self, first: int, entries: Sequence[Entry]) -> None:
-        listed = [(*each.client, each.header, len(each.body)) for each in entries]
-        segments = [segment for each in entries for segment in each.body]
-        if entries:
-            await self._tell(LogEntries(0, self.order.epoch, first, listed), segments)
 
     async def take(self, count: int, *, heard: bool = True) -> int:
         """Let the backup have the next entries; return how many.
@@ -117,12 +100,14 @@ class HeldSender:
         """
         if self.log.state is not LogState.PAIRED:
             return 0
-        first, batch = self.log.to_ship(count, 1 << 30)
-        await self._entries(first, batch)
-        if heard and batch:
-            self.log.note_taken(first + len(batch) - 1)
-            self._advanced()
-        return len(batch)
+        first = self.log.shipped + 1
+        entries, segments = self.log.to_ship(count, 1 << 30)
+        if entries:
+            await self._tell(LogEntries(0, self.order.epoch, first, entries), segments)
+        if heard and entries:
+            self.log.note_taken(self.log.shipped)
+            self._service.executor.advance()
+        return len(entries)
 
     def ship_soon(self) -> None:
         """Nothing: see ``take``."""

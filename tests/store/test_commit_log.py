@@ -11,19 +11,28 @@ from hypothesis import strategies as st
 from psync.errors import FencedError, LocalProtocolError
 from psync.store.commit_log import (
     CHECK_EVERY,
+    HEADER_WEIGHT,
     CommitLog,
-    Comparison,
     Diverged,
     LogState,
     chained,
 )
-from psync.wire.messages import CheckState
 
 PS = "/job:ps/task:0"
 
 
-def paired() -> CommitLog[str]:
-    log: CommitLog[str] = CommitLog(PS, 100)
+def append(log: CommitLog, size: int = 1, name: str = "a") -> int:
+    """Append an entry whose header counts one."""
+    return log.append((name, 1), b"", [memoryview(bytes(size))])
+
+
+def names(log: CommitLog, max_entries: int, max_bytes: int) -> list[str]:
+    """Of the entries that are shipped."""
+    return [entry[0] for entry in log.to_ship(max_entries, max_bytes)[0]]
+
+
+def paired() -> CommitLog:
+    log = CommitLog(PS, 100)
     log.begin_copy()
     log.pair()
     return log
@@ -31,32 +40,38 @@ def paired() -> CommitLog[str]:
 
 def test_paired_nothing_is_applied_before_the_backup_has_it() -> None:
     log = paired()
-    assert [log.append("a", 1), log.append("b", 1)] == [1, 2]
-    assert not log.may_judge(1)
-    assert log.to_ship(9, 99) == (1, ["a", "b"])
-    assert log.to_ship(9, 99) == (3, [])  # they are on their way
+    assert [append(log, 1, "a"), append(log, 1, "b")] == [1, 2]
+    assert log.released == 0
+    assert names(log, 9, 99) == ["a", "b"]
+    assert names(log, 9, 99) == []  # they are on their way
     log.note_taken(1)
-    assert log.may_judge(1)
-    assert not log.may_judge(2)
+    assert log.released == 1
     assert log._kept_bytes == 1
 
 
+def test_what_is_shipped_is_the_message_and_the_body_and_headers_count_more() -> None:
+    log, body = paired(), [memoryview(b"12"), memoryview(b"345")]
+    log.append(("a", 1), b"header", body)
+    assert log._kept_bytes == 5 + 6 * HEADER_WEIGHT
+    assert log.to_ship(9, 99) == ([("a", 1, b"header", 2)], body)
+
+
 def test_while_a_copy_is_made_training_goes_on_and_what_it_does_is_kept() -> None:
-    log: CommitLog[str] = CommitLog(PS, 100)
-    log.append("before", 1)
+    log = CommitLog(PS, 100)
+    log.last = 1
     assert log.begin_copy() == 1
-    log.append("during", 1)
-    assert log.may_judge(2)
+    append(log)
+    assert log.released >= 2
     log.pair()
-    assert not log.may_judge(2)  # if it has not been applied by then
-    assert log.to_ship(9, 99) == (2, ["during"])
+    assert log.released == 1  # if it has not been applied by then
+    assert names(log, 9, 99) == ["a"]
 
 
 def test_a_copy_that_takes_too_long_is_given_up() -> None:
-    log: CommitLog[str] = CommitLog(PS, 100)
+    log = CommitLog(PS, 100)
     log.begin_copy()
-    log.append("a", 60)
-    log.append("b", 60)
+    append(log, 60)
+    append(log, 60)
     assert log.state is LogState.ALONE
     assert log._kept_bytes == 0
 
@@ -64,23 +79,23 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
 def test_batches_are_bounded_but_never_empty() -> None:
     log = paired()
     for size in (50, 50, 500, 1, 1, 1):
-        log.append("x", size)
-    assert [len(log.to_ship(2, 100)[1]) for _ in range(5)] == [2, 1, 2, 1, 0]
+        append(log, size)
+    assert [len(log.to_ship(2, 100)[0]) for _ in range(5)] == [2, 1, 2, 1, 0]
 
 
 def test_a_deposed_primary_commits_nothing() -> None:
     log = paired()
-    log.append("a", 1)
+    append(log)
     log.depose()
-    assert not log.may_judge(1)
+    assert log.released == 0
     with pytest.raises(FencedError, match="replaced by its backup"):
-        log.append("b", 1)
+        append(log)
     log.give_up()
     assert log.state is LogState.DEPOSED
 
 
 def test_moves_that_are_not_in_the_table_are_refused() -> None:
-    log: CommitLog[str] = CommitLog(PS, 100)
+    log = CommitLog(PS, 100)
     with pytest.raises(LocalProtocolError, match="is alone, not copying"):
         log.pair()
     log.begin_copy()
@@ -118,14 +133,17 @@ def test_the_chain_over_other_entries_is_another_one(others: list[Any]) -> None:
     )
 )
 def test_the_backup_gets_every_entry_since_its_copy_once_and_in_order(steps: list[str]) -> None:
-    log: CommitLog[int] = CommitLog(PS, 10**9)
+    log = CommitLog(PS, 10**9)
     backup: list[int] = []
     on_their_way: list[int] = []
     for step in steps:
         if step == "append":
-            assert log.append(log.last + 1, 1) == log.last
+            if log.state is LogState.ALONE:
+                log.last += 1
+            else:
+                assert append(log, name=str(log.last + 1)) == log.last
         elif step == "ship":
-            first, batch = log.to_ship(2, 99)
+            first, batch = log.shipped + 1, [int(name) for name in names(log, 2, 99)]
             assert batch == list(range(first, first + len(batch)))
             on_their_way += batch
         elif step == "take" and on_their_way and log.state is not LogState.ALONE:
@@ -142,40 +160,33 @@ def test_the_backup_gets_every_entry_since_its_copy_once_and_in_order(steps: lis
         elif step == "give up":
             log.give_up()
         assert backup == list(range(1, len(backup) + 1))
-        may_judge = [log.may_judge(number) for number in range(1, log.last + 1)]
         if log.state is LogState.PAIRED:
-            taken = sum(may_judge)
-            assert taken <= len(backup)
-            assert may_judge == [number <= taken for number in range(1, log.last + 1)]
+            assert log.released <= len(backup)
         else:
-            assert all(may_judge)
+            assert log.released >= log.last
         if log.state is LogState.ALONE:
-            assert log.to_ship(9, 99)[1] == []
-
-
-def next_check(comparison: Comparison) -> CheckState:
-    """After as many entries as lie between two."""
-    for _ in range(CHECK_EVERY - 1):
-        assert comparison.due() is None
-    check = comparison.due()
-    assert check is not None
-    return check
+            assert log.to_ship(9, 99)[0] == []
 
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_backup_that_has_made_something_else_is_found_by_the_next_check(differs: bool) -> None:
-    ours = Comparison("/job:ps/task:0", lambda: b"ours")
-    theirs = Comparison("/job:ps/task:0", lambda: b"theirs" if differs else b"ours")
-    ours.chain = 7
-    first = next_check(ours)
-    assert first == CheckState(1, b"", 7)
+    ours, theirs = paired(), CommitLog(PS, 100)
+    ours.digest, theirs.digest = lambda: b"ours", lambda: b"theirs" if differs else b"ours"
+    while ours.last + 1 < ours.check_at:
+        assert ours.due() is None
+        append(ours)
+    first = ours.due()
+    assert first is not None
+    assert (ours.last, first.number, first.last) == (CHECK_EVERY - 1, 1, b"")
+    ours.check_at = 0
+    append(ours)
     assert ours.due() is None, "the first one is not executed"
     theirs.execute(first)
     ours.execute(first)
-    for _ in range(CHECK_EVERY - 2):
-        assert ours.due() is None
     second = ours.due()
-    assert second == CheckState(2, b"ours", 7)
+    assert second is not None
+    assert (second.number, second.last) == (2, b"ours")
+    assert second.chain != first.chain
     ours.execute(second)
     if differs:
         with pytest.raises(

@@ -37,12 +37,12 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
-from psync.backups.primary import PsProcess
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
 from psync.net.shielding import shielded
@@ -52,6 +52,7 @@ from psync.store.commit_log import Diverged, chained
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message, decode, encode
+from psync.wire.frames import Segment
 from psync.wire.messages import (
     AskServed,
     AttachPs,
@@ -73,6 +74,31 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 64 << 20
 """Of entries that are not done: more, and the answer waits."""
 
+_DONE = Done()
+
+
+class _Entry(OwnRequest[Message]):
+    """An entry of a log: its answer says only that it is done."""
+
+    __slots__ = ("backup", "size")
+
+    backup: _Backup
+    size: int  # bytes of the header and the body
+
+    def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """It is done."""
+        if not self.over:
+            self.over = True
+            backup = self.backup
+            backup.pending_bytes -= self.size
+            backup.changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """It is refused, as by the primary, or has failed as no ps may refuse one."""
+        if not self.over:
+            self._then(error)
+            self.answer(_DONE)
+
 
 class _Backup:
     """The backup of one ps."""
@@ -88,21 +114,20 @@ class _Backup:
         self.sender = sender
         self.taken = order.first - 1
         self.address: asyncio.Task[str] | None = None  # once it is to serve
-        self._entries: deque[OwnRequest[Message]] = deque()
-        self.waiting = 0  # entries that are not done
-        self.pending_bytes = 0  # of these
-        self._state: dict[str, Any] = {}  # sets, by their numbers in the log
+        self._handlers: dict[type[Message], Handler] = {}  # by kind of entry, once it is complete
+        self._entries: deque[_Entry] = deque()
+        self.pending_bytes = 0  # of entries that are not done; none has no header
         self._doing: asyncio.Task[None] | None = None
         self._spawned: list[asyncio.Task[None]] = []  # by the entry that is done just now
-        self._changed = asyncio.Event()  # an entry is done
+        self.changed = asyncio.Event()  # an entry is done
         self.chain = 0  # over the entries of the log
         self.diverged = False  # it was compared, and is another one
-        self._failed = False  # an entry has failed as no ps may refuse one
+        self.failed = False  # an entry has failed as no ps may refuse one
 
     @property
     def is_damaged(self) -> bool:
         """Whether it may lack what the one that is backed up has."""
-        return self._failed or self.task.work.is_torn
+        return self.failed or self.task.work.is_torn
 
     @property
     def coordinator(self) -> int:
@@ -135,12 +160,11 @@ class _Backup:
     def look(self) -> None:
         """Hold what it begins with, if all of it is there."""
         loaded, order = self.loaded, self.order
-        beside = sum(map(len, self._live[1:]))
-        if loaded is None or loaded.wanted or beside < order.beside:
+        if loaded is None or loaded.wanted or len(self._live) <= order.beside:
             return
         self.loaded = None
         attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
-        self.task.take_over(attach, loaded, order.timeline, order.lineage)
+        self._handlers = self.task.take_over(attach, loaded, order.timeline, order.lineage)
         self.add(self.taken, ("", 0, encode(order), len(self._live)), self._live)
         self._live = []
 
@@ -150,17 +174,16 @@ class _Backup:
         """Take the next entry; the one before the first is what no snapshot has."""
         task, incarnation, header, _ = sent
         client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
-        done = functools.partial(self._done, number, nbytes)
-        request = OwnRequest(AsIfFrom(client, self._state, self._spawn), message, body, done)
-        request.header = header
-        self.waiting += 1
-        self.pending_bytes += nbytes
+        failed = functools.partial(self._note, number)
+        entry = _Entry(AsIfFrom(client, spawn=self._spawn), message, body, failed)
+        entry.header, entry.backup, entry.size = header, self, len(header) + nbytes
+        self.pending_bytes += entry.size
         self.taken = number
         if isinstance(message, CheckState) and message.chain != self.chain:
-            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
+            entry.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
         if number >= self.order.first:
             self.chain = chained(self.chain, client, header, nbytes)
-        self._entries.append(request)
+        self._entries.append(entry)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
 
@@ -168,16 +191,18 @@ class _Backup:
         """Let the executor have the entries, one after the other."""
         try:
             begun = 0
-            work = self.task.work
-            while self._entries and not (self._failed or work.is_torn):
-                request = self._entries.popleft()
+            handlers, work = self._handlers, self.task.work
+            while self._entries and not (self.failed or work.is_torn):
+                entry = self._entries.popleft()
                 try:
-                    self.task.handler(type(request.message)).serve(request)
+                    under_way = handlers[type(entry.message)].run(entry)
+                    if isinstance(under_way, CoroutineType):
+                        entry.start(under_way)
                 except Exception as exc:
-                    request.fail(exc)
+                    entry.fail(exc)
                 while self._spawned:
                     await asyncio.wait((self._spawned.pop(),))
-                if not request.over:
+                if not entry.over:
                     # What the next one names may be made by this one.
                     await self.task.services.executor.drain()
                 begun += 1
@@ -185,7 +210,7 @@ class _Backup:
                     await asyncio.sleep(0)
         finally:
             self._doing = None
-            self._changed.set()
+            self.changed.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """An entry takes more than a turn: the next one comes after it."""
@@ -193,28 +218,25 @@ class _Backup:
         self._spawned.append(task)
         return task
 
-    def _done(self, number: int, nbytes: int, outcome: object) -> None:
-        self.waiting -= 1
-        self.pending_bytes -= nbytes
-        has_diverged = isinstance(outcome, Diverged)
-        self.diverged |= has_diverged
-        if isinstance(outcome, PsyncError) and not has_diverged:
-            logger.debug("entry %d is refused, as by its primary: %s", number, outcome)
-        elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
+    def _note(self, number: int, error: object) -> None:
+        """An entry is refused, as by the primary, or has failed as no ps may refuse one."""
+        if isinstance(error, PsyncError) and not isinstance(error, Diverged):
+            logger.debug("entry %d is refused, as by its primary: %s", number, error)
+        elif isinstance(error, Exception):  # such as no memory here, where the other had enough
             logger.error(
-                "%s: its backup failed at log entry %d", self.sender, number, exc_info=outcome
+                "%s: its backup failed at log entry %d", self.sender, number, exc_info=error
             )
-            self._failed = True
-        self._changed.set()
+            self.diverged |= isinstance(error, Diverged)
+            self.failed = True
 
     async def settle(self, below: int = 0) -> None:
-        """Wait until no more than so many bytes of entries are left; 0: until all are done.
+        """Wait until no more than so many bytes of entries are left that are not done.
 
         Cancellation: Safe.
         """
-        while not self.is_damaged and (self.pending_bytes > below if below else self.waiting):
-            self._changed.clear()
-            await self._changed.wait()
+        while not self.is_damaged and self.pending_bytes > below:
+            self.changed.clear()
+            await self.changed.wait()
 
     async def close(self) -> None:
         """End it."""
@@ -230,16 +252,12 @@ class BackupHost:
     """The backups in one process.
 
     Args:
-        process: The process.
         own: The ps whose process it is.
-        make: Makes a ps task that does not listen, given its index.
     """
 
-    def __init__(self, process: PsProcess, own: PsTask, make: Callable[[int], PsTask]) -> None:
-        self._process = process
-        self._task = process.task
+    def __init__(self, own: PsTask) -> None:
+        self._task = own.task
         self._own = own
-        self._make = make
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self.diverged = 0  # backups that were not what they should have been
@@ -256,7 +274,7 @@ class BackupHost:
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way on one that serves."""
-        return bool(self._backups) and any(task.is_torn for task in self.serving)
+        return any(task.is_torn for task in self.serving)
 
     @property
     def serving(self) -> list[PsTask]:
@@ -303,7 +321,7 @@ class BackupHost:
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
-        own = self._process.platform.parts.of(Computation)()
+        own = self._own.platform.parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
         begun = Text(own.numerics)
         if message.coordinator < self._own.newest:
@@ -322,10 +340,10 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        loaded = load(state, self._process, sender, message.coordinator)
+        loaded = load(state, self._own, sender, message.coordinator)
         if known is not None:
             self._end(known)
-        made = _Backup(message, self._make(message.ps), loaded, body[1], sender)
+        made = _Backup(message, self._own.make_backup(message.ps), loaded, body[1], sender)
         self._backups[message.ps] = made
         made.look()
         request.answer(begun)
@@ -338,7 +356,7 @@ class BackupHost:
             raise UsageError(f"{self._task}: {peer.task} is not {known.sender}")
         if known.address is not None or known.epoch != epoch:
             raise FencedError(f"{known.sender} has been replaced by its backup")
-        if known.is_damaged:
+        if known.failed or known.task.work.is_torn:
             self.diverged += known.diverged
             why = "has diverged" if known.diverged else "is damaged"
             known.diverged = False  # counted

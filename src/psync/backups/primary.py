@@ -22,9 +22,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
 from psync.cluster import parse_task_name
@@ -45,8 +44,8 @@ from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import MAX_KEPT_BYTES, Entry
-from psync.store.commit_log import CommitLog, LogState
+from psync.ps.executor import MAX_KEPT_BYTES, NOBODY, Executor
+from psync.store.commit_log import LogState
 from psync.store.snapshot import Frozen
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message, replace
@@ -84,42 +83,18 @@ SILENT_S = 10.0
 """A backup that has not answered for so long does not follow."""
 
 
-class Live(NamedTuple):
-    """What no snapshot has of a ps, see ``Section``."""
-
-    state: bytes
-    arrays: Sequence[memoryview]  # none is empty
-
-    @property
-    def nbytes(self) -> int:
-        """Of the arrays."""
-        return sum(map(len, self.arrays))
-
-    def batches(self) -> Iterator[tuple[int, Sequence[memoryview]]]:
-        """Yield the arrays as they are sent, in order, and the place of the first of each batch."""
-        first = nbytes = 0
-        for at, array in enumerate(self.arrays):
-            nbytes += len(array)
-            if at - first >= MAX_ENTRIES or nbytes > PIECE_BYTES:
-                if at > first:
-                    yield first, self.arrays[first:at]
-                first, nbytes = at, len(array)
-        if first < len(self.arrays):
-            yield first, self.arrays[first:]
+Live = tuple[bytes, Sequence[memoryview]]
+"""What no snapshot has of a ps, see ``Section``: its state, and its arrays, of which none is empty.
+"""
 
 
 class BackupSender:
     """Feeds one backup.
 
     Args:
-        platform: Network, secret.
+        service: Whose backup it is: has the log that is to be sent.
         begin: With what the backup begins, but for the number of its first entry.
         order: Where the backup is.
-        log: What is to be sent.
-        begun: Called with the host and the fingerprint of the backup's arithmetic. Returns whether
-            it computes other bits, or refuses it.
-        advanced: Called when the backup has more.
-        deposed: Called when it says that it serves itself, or another one does.
 
     Attributes:
         ended: Set when the backup does not follow any more.
@@ -127,34 +102,24 @@ class BackupSender:
         is_unlike: Whether the last bits of the backup may differ.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        begin: BeginBackup,
-        order: BackUp,
-        log: CommitLog[Entry],
-        begun: Callable[[str, str], bool],
-        advanced: Callable[[], None],
-        deposed: Callable[[], None],
-    ) -> None:
+    def __init__(self, service: BackupService, begin: BeginBackup, order: BackUp) -> None:
         self.order = order
         self.ended = asyncio.Event()
         self.error: PsyncError | None = None
         self.is_unlike = False
+        self._service = service
         self._begin = begin
-        self._log = log
-        self._begun = begun
-        self._advanced = advanced
-        self._deposed = deposed
+        self._log = service.executor.log
         # Of this coordinator's range: whoever serves a newer one refuses it.
         incarnation = begin.coordinator + order.epoch
         self._task = f"/job:ps/task:{begin.ps}"
-        self._endpoint = Endpoint(platform, self._task, incarnation, {})
+        self._endpoint = Endpoint(service.ps.platform, self._task, incarnation, {})
         self._peer: Connection | None = None
-        self._incarnation: int | None = None  # of the process of the backup
-        self._sent = 0  # messages
-        # By number, what the backup has not answered: message, segments, who gets the answer.
-        self._unanswered: dict[int, tuple[Message, Sequence[Segment], Callable[[Frame], None]]] = {}
+        self._sent = 0  # messages, which outlive connections
+        # By number, what the backup has not answered: message, segments, and the last of its
+        # entries; 0: it is a part of the snapshot, of which one at a time is sent.
+        self._unanswered: dict[int, tuple[Message, Sequence[Segment], int]] = {}
+        self._answer: Message | None = None  # of the last part of the snapshot
         self._losses = 0  # connections since the last answer
         self._ships = False  # the snapshot is there
         self._is_soon = False  # ``ship`` is called soon
@@ -162,7 +127,6 @@ class BackupSender:
         self._changed = asyncio.Event()  # the backup has more, or does not follow
         self._now = asyncio.get_running_loop().time
         self._heard_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     async def copy(self, frozen: Frozen, live: Live, first: int) -> None:
         """Send what there is, and then all entries until the backup has all that there are.
@@ -178,9 +142,8 @@ class BackupSender:
         Cancellation: ``close`` is still to be called.
         """
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
-        self._watch()
         try:
-            begin = replace(self._begin, first=first, beside=live.nbytes)
+            begin = replace(self._begin, first=first, beside=len(live[1]))
             await self._send_snapshot(frozen, live, begin)
         except PsyncError as exc:
             self._fail(exc)
@@ -193,10 +156,11 @@ class BackupSender:
         await self._until_taken(self._log.last)
 
     async def _send_snapshot(self, frozen: Frozen, live: Live, begin: BeginBackup) -> None:
-        answer = await self._call(begin, [frozen.state.to_bytes(), live.state])
+        state, arrays = live
+        answer = await self._call(begin, [frozen.state.to_bytes(), state])
         if not isinstance(answer, Text):
             raise RemoteProtocolError(f"a backup began with {type(answer).__name__}")
-        self.is_unlike = self._begun(self.order.task, answer.value)
+        self.is_unlike = self._service.begun_with(self.order.task, answer.value)
         for item, known in enumerate(frozen.state.items):
             if known.is_constant:
                 continue
@@ -204,18 +168,17 @@ class BackupSender:
                 stop = min(start + PIECE_BYTES, known.nbytes)
                 part = frozen.part(item, start, stop)
                 await self._call(FillSnapshot(begin.ps, begin.epoch, item, start), part)
-        for at, arrays in live.batches():
-            place = len(frozen.state.items) + at
-            await self._call(FillSnapshot(begin.ps, begin.epoch, place, 0), arrays)
+        for place, array in enumerate(arrays, len(frozen.state.items)):
+            await self._call(FillSnapshot(begin.ps, begin.epoch, place, 0), [array])
 
     async def _call(self, message: Message, segments: Sequence[Segment]) -> Message | None:
         """Send a part of a snapshot, and return its answer."""
         self._check()
-        answers: list[Frame] = []
-        self._put(message, segments, answers.append)
-        while not answers:
+        self._put(message, segments)
+        number = self._sent
+        while number in self._unanswered:
             await self._change()
-        return answers[0].message
+        return self._answer
 
     async def _until_taken(self, number: int) -> None:
         """Ship entries, and wait until the backup has all up to this one."""
@@ -249,107 +212,97 @@ class BackupSender:
     def ship(self) -> None:
         """Send what there is to be sent."""
         self._is_soon = False
-        log, unanswered = self._log, self._unanswered
-        while self._ships and log.shipped < log.last and len(unanswered) < MAX_UNDER_WAY:
-            first, batch = log.to_ship(MAX_ENTRIES, MAX_BYTES)
-            if not batch:
+        log = self._log
+        while self._ships and log.shipped < log.last and len(self._unanswered) < MAX_UNDER_WAY:
+            first = log.shipped + 1
+            entries, segments = log.to_ship(MAX_ENTRIES, MAX_BYTES)
+            if not entries:
                 return
-            self._send(first, batch)
+            message = LogEntries(self._begin.ps, self.order.epoch, first, entries)
+            self._put(message, segments, log.shipped)
 
-    def _send(self, first: int, batch: Sequence[Entry]) -> None:
-        entries = [(*each.client, each.header, len(each.body)) for each in batch]
-        segments = [segment for each in batch for segment in each.body]
-        message = LogEntries(self._begin.ps, self.order.epoch, first, entries)
-        self._put(message, segments, functools.partial(self._taken, first + len(batch) - 1))
-
-    def _taken(self, upto: int, _: Frame) -> None:
-        self._log.note_taken(upto)
-        self._advanced()
-        self.ship()
-
-    # Messages, which outlive connections.
-
-    def _put(
-        self, message: Message, segments: Sequence[Segment], then: Callable[[Frame], None]
-    ) -> None:
+    def _put(self, message: Message, segments: Sequence[Segment], upto: int = 0) -> None:
         """Send a message, again where a connection is lost, until it is answered."""
         if not self._unanswered:
             self._heard_at = self._now()
         self._sent += 1
-        self._unanswered[self._sent] = message, segments, then
+        self._unanswered[self._sent] = message, segments, upto
         if self._peer is not None:
             self._ask(self._peer, self._sent)
 
     def _ask(self, peer: Connection, number: int) -> None:
         message, segments, _ = self._unanswered[number]
         try:
-            peer.ask(message, segments, functools.partial(self._heard, peer, number))
+            peer.ask(message, segments, functools.partial(self._heard, number))
         except ConnectionLost:
-            self._lost(peer)
+            pass  # it is sent over the next one
         except PsyncError as exc:
             self._fail(exc)
 
-    def _heard(self, peer: Connection, number: int, outcome: Frame | Exception) -> None:
-        if peer is not self._peer or self.ended.is_set():
-            return  # of a connection that is over
-        if isinstance(outcome, ConnectionLost):
-            self._lost(peer)
-        elif isinstance(outcome, Exception):
+    def _heard(self, number: int, outcome: Frame | Exception) -> None:
+        if self.ended.is_set() or isinstance(outcome, ConnectionLost):
+            return
+        if isinstance(outcome, Exception):
             self._fail(outcome)
-        else:
-            *_, then = self._unanswered.pop(number)
-            self._losses = 0
-            self._heard_at = self._now()
-            self._changed.set()
-            then(outcome)
+            return
+        *_, upto = self._unanswered.pop(number)
+        self._losses = 0
+        self._heard_at = self._now()
+        self._changed.set()
+        if not upto:
+            self._answer = outcome.message
+            return
+        log = self._log
+        log.note_taken(upto)
+        self._service.executor.advance()
+        if log.shipped < log.last:
+            self.ship()
 
     async def _connect(self) -> None:
-        """Connect, perhaps again, and send what is not answered."""
+        """Connect again and again, also if nothing is to be sent: is the backup there?"""
+        where, incarnation = self.order.task, None
         try:
-            peer = await self._endpoint.connect_retrying(
-                self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
-            )
-        except FencedError as exc:
-            # It serves a newer coordinator, which may attach this ps yet: none has replaced it.
-            self._fail(ConnectFailed(f"{self.order.task}: {exc.message}"))
-            return
+            while not self.ended.is_set():
+                if self._losses == MAX_LOSSES:
+                    raise ConnectionLost(f"{MAX_LOSSES} connections to it in a row were lost")
+                try:
+                    peer = await self._endpoint.connect_retrying(
+                        self.order.address, where, timeout_s=RECONNECT_S, level=logging.DEBUG
+                    )
+                except FencedError as exc:
+                    # A newer coordinator, which may attach this ps yet: none has replaced it.
+                    raise ConnectFailed(f"{where}: {exc.message}") from exc
+                if incarnation not in (None, peer.incarnation):
+                    peer.close()
+                    raise ConnectFailed(f"{where} was started again, and has no backup any more")
+                incarnation = peer.incarnation
+                await self._until_lost(peer)
+                self._losses = self._losses + 1 if self._unanswered else 0
         except PsyncError as exc:
             self._fail(exc)
-            return
-        if self._incarnation not in (None, peer.incarnation):
-            peer.close()
-            self._fail(
-                ConnectFailed(f"{self.order.task} was started again, and has no backup any more")
-            )
-            return
-        self._peer, self._incarnation = peer, peer.incarnation
-        peer.on_closed.append(self._lost)
-        self._heard_at = self._now()
+
+    async def _until_lost(self, peer: Connection) -> None:
+        """Send what is not answered over a connection, until it is lost.
+
+        Raises:
+            ConnectionLost: The backup is silent.
+        """
+        lost = asyncio.Event()
+        peer.on_closed.append(lambda _: lost.set())
+        self._peer, self._heard_at = peer, self._now()
         for number in list(self._unanswered):
             self._ask(peer, number)
-
-    def _lost(self, peer: Connection) -> None:
-        """Connect again, also if nothing is to be sent: is the backup there?"""
-        if peer is not self._peer or self.ended.is_set():
-            return
+        while not (lost.is_set() or peer.is_closed):
+            try:
+                async with asyncio.timeout(SILENT_S / 4):
+                    await lost.wait()
+            except TimeoutError:
+                if self._unanswered and self._now() - self._heard_at > SILENT_S:
+                    error = ConnectionLost(f"it has been silent for {SILENT_S:g} s")
+                    # It may still have segments of a snapshot, which are given back now.
+                    peer.abort(error)
+                    raise error from None
         self._peer = None
-        self._losses = self._losses + 1 if self._unanswered else 0
-        if self._losses < MAX_LOSSES:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
-        else:
-            self._fail(ConnectionLost(f"{self._losses} connections to it in a row were lost"))
-
-    # How long it has been silent.
-
-    def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        peer = self._peer
-        if peer is not None and self._unanswered and loop.time() - self._heard_at > SILENT_S:
-            error = ConnectionLost(f"it has been silent for {SILENT_S:g} s")
-            self._fail(error)
-            peer.abort(error)  # it may still have segments of a snapshot, which are given back now
-        elif not self.ended.is_set():
-            self._timer = loop.call_later(SILENT_S / 4, self._watch)
 
     # Ends.
 
@@ -366,7 +319,7 @@ class BackupSender:
         logger.log(level, "%s: its backup is not complete: %s", self._task, error.message)
         self._changed.set()
         if isinstance(error, FencedError):
-            self._deposed()
+            self._service.depose()
 
     def close(self) -> Coroutine[Any, Any, None]:
         """Send nothing more, and depose nobody; return what closes its connection.
@@ -381,8 +334,6 @@ class BackupSender:
             self.error = PsyncError(f"{self._task}: its backup was removed")
         self.ended.set()
         self._changed.set()
-        if self._timer is not None:
-            self._timer.cancel()
         if self._connecting is not None:
             self._connecting.cancel()
         return self._disconnect()
@@ -435,33 +386,40 @@ class Section(Protocol):
         """Return who executes, on a backup, what only a log says, or says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class PsProcess:
-    """What a ps task has as long as its process lives, as its services need it."""
+class PsProcess(Protocol):
+    """What the ps task, which lives as long as its process, is to its services."""
 
     task: str
     index: int
     platform: Platform
     pool: BlockPool
     work: LongWork
-    check_coordinator: Callable[[Connection], None]  # raises unless a peer is that which is served
-    lineage: Callable[[], int | None]  # of what is served, see ``store.reattach``; None: nothing is
-    deposed: Callable[[], None]  # told that the backup serves in its place
-    cut_off: Callable[[], None]  # closes the connections of tasks that are not served any more
+
+    def check_coordinator(self, peer: Connection) -> None:
+        """Raise FencedError unless a peer is the coordinator that is served."""
+
+    def lineage(self) -> int | None:
+        """Return that of what is served, see ``store.reattach``; None: nothing is."""
+
+    def depose(self) -> None:
+        """The backup serves in its place."""
+
+    def cut_off(self) -> None:
+        """Close the connections of tasks that are not served any more."""
 
 
 class BackupService:
     """Keeps the backup of one ps.
 
     Args:
-        process: Of the ps.
+        ps: The ps.
         contents: What is backed up.
     """
 
-    def __init__(self, process: PsProcess, contents: PsServices) -> None:
-        self._process = process
+    def __init__(self, ps: PsProcess, contents: PsServices) -> None:
+        self.ps = ps
         self._contents = contents
-        self.executor = contents.executor
+        self.executor: Executor = contents.executor
         self._epoch = 0
         self._sender: BackupSender | None = None
         self._unequal = 0  # how many backups had another fingerprint
@@ -505,11 +463,11 @@ class BackupService:
 
     # Whether the backup computes the same bits.
 
-    def _begun_with(self, host: str, numerics: str) -> bool:
+    def begun_with(self, host: str, numerics: str) -> bool:
         """Return whether a backup has another fingerprint, or refuse it; see ``pairing``."""
-        if numerics == self._process.platform.parts.of(Computation)().numerics:
+        if numerics == self.ps.platform.parts.of(Computation)().numerics:
             return False
-        task = self._process.task
+        task = self.ps.task
         check_deterministic(task, host, self._contents.deterministic())
         self._unequal += 1
         logger.warning(
@@ -522,18 +480,24 @@ class BackupService:
     def check_group(self, config: SyncConfig) -> None:
         """Refuse a new group that is deterministic, if the backup is not."""
         if config.deterministic and self._sender is not None and self._sender.is_unlike:
-            check_deterministic(self._process.task, self._sender.order.task, [config.name])
+            check_deterministic(self.ps.task, self._sender.order.task, [config.name])
 
     # The coordinator's word.
 
     async def _back_up(self, request: Request[BackUp]) -> None:
         message = request.message
-        self._process.check_coordinator(request.peer)
-        if message.lost:
-            await self._until_lost(message)
-        else:
+        self.ps.check_coordinator(request.peer)
+        if not message.lost:
             self._order(message)
-            await self._copied()
+            if self._copying is not None:
+                try:
+                    await shielded(self._copying)
+                except TransportError as exc:  # who asks would take it for a loss of his own
+                    raise PsyncError(f"its backup is not complete: {exc.message}") from exc
+        elif self._sender is not None and self._sender.order.epoch == message.epoch:
+            await self._sender.ended.wait()
+            if self._over:
+                raise FencedError(f"{self.ps.task} now serves other contents")
         request.answer(Done())
 
     def _order(self, message: BackUp) -> None:
@@ -541,26 +505,22 @@ class BackupService:
             raise UsageError(f"backup order {message.epoch} is older than {self._epoch}")
         if message.epoch == self._epoch:
             return  # it was asked before, over a connection that is lost
-        process, attach, lineage = self._process, self._contents.attach, self._process.lineage()
+        ps, attach, lineage = self.ps, self._contents.attach, self.ps.lineage()
         if attach is None or lineage is None:  # the backup of nothing would be no backup
-            raise ParameterServerLost(process.task, "has been replaced by its backup")
+            raise ParameterServerLost(ps.task, "has been replaced by its backup")
         self._epoch = message.epoch
         self._go_alone()
         if not message.address:
             return
-        executor = self.executor
         self._contents.expect_moves()
-        parts = process.platform.parts
+        parts = ps.platform.parts
         begin = BeginBackup(
-            process.index, message.epoch, attach.coordinator, attach.ps_addresses,
+            ps.index, message.epoch, attach.coordinator, attach.ps_addresses,
             attach.ps_timeout_s, self._contents.timeline, 0, 0, lineage,
             parts.of(Computation)().release,
         )  # fmt: skip
-        self._sender = sender = parts.of(BackupSender)(
-            process.platform, begin, message, executor.log, self._begun_with, executor.advance,
-            self._depose,
-        )  # fmt: skip
-        executor.on_entry = sender.ship_soon
+        self._sender = sender = parts.of(BackupSender)(self, begin, message)
+        self.executor.on_entry = sender.ship_soon
         self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
 
     async def _hold(
@@ -576,7 +536,7 @@ class BackupService:
                 held.append((self._contents.freeze(), live))
                 return
             except BusyError:  # a shard is read or filled by what is no entry
-                await self._process.work.next_turn()
+                await self.ps.work.next_turn()
 
     async def _copy(self, sender: BackupSender) -> None:
         executor, contents = self.executor, self._contents
@@ -587,12 +547,12 @@ class BackupService:
                 await contents.pause(why)
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
-                first = executor.begin_copy() + 1
+                first = executor.log.begin_copy() + 1
                 # Plans come and go as messages arrive, and not in the order of the log: those that
                 # entries name are there as it begins.
                 plans = contents.plans.snapshot()
                 held: list[tuple[Frozen, Live]] = []
-                await executor.turn(lambda: self._hold(sender, plans, held))
+                await executor.run(NOBODY, None, lambda _: self._hold(sender, plans, held))
             finally:
                 contents.resume(why)
             await sender.copy(*held[0], first)
@@ -602,25 +562,12 @@ class BackupService:
                 executor.advance()
             raise
         logger.info(
-            "%s: its backup in the process of %s is complete, after %.2f s", self._process.task,
+            "%s: its backup in the process of %s is complete, after %.2f s", self.ps.task,
             sender.order.task, asyncio.get_running_loop().time() - began,
         )  # fmt: skip
 
-    async def _copied(self) -> None:
-        if self._copying is not None:
-            try:
-                await shielded(self._copying)
-            except TransportError as exc:  # who asks would take it for a loss of his own
-                raise PsyncError(f"its backup is not complete: {exc.message}") from exc
-
-    async def _until_lost(self, message: BackUp) -> None:
-        sender = self._sender
-        if sender is not None and sender.order.epoch == message.epoch:
-            await sender.ended.wait()
-            if self._over:
-                raise FencedError(f"{self._process.task} now serves other contents")
-
-    def _depose(self) -> None:
+    def depose(self) -> None:
+        """The backup serves, or another one does: nothing is done here any more."""
         self._contents.deposed()  # first: nobody is to hear of it from here
         self.executor.depose()
 
@@ -631,11 +578,10 @@ class BackupService:
         if copying is not None:
             copying.cancel()
         if sender is not None:
-            self._process.work.to_the_end(sender.close())
+            self.ps.work.to_the_end(sender.close())
 
     def _go_alone(self) -> None:
         self._drop()
-        self.executor.on_entry = lambda: None
         self.executor.log.give_up()
         self.executor.advance()
 

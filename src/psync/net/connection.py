@@ -31,9 +31,11 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import msgspec
 
 from psync.errors import (
     ConnectionLost,
@@ -266,16 +268,15 @@ class OwnRequest(Request[M]):
             self._then(error)
 
 
-@dataclass(slots=True, eq=False)
-class AsIfFrom:
+class AsIfFrom(msgspec.Struct, eq=False):
     """Stands for the connection over which an entry of a log came to the ps that has the log."""
 
     client: tuple[str, int]
-    state: dict[str, Any]
-    spawn: Spawn
+    state: dict[str, Any] = {}
+    spawn: Spawn = asyncio.create_task
     lane: str = "control"
     is_closed: bool = False
-    on_closed: list[Any] = field(default_factory=list)
+    on_closed: list[Any] = []
     holds: int = 0
 
     @property
@@ -305,12 +306,6 @@ class Handler:
 
     run: Callable[[Request[Any]], Any]
     prepare: Callable[[Request[Any]], Sequence[memoryview]] | None = None
-
-    def serve(self, request: Request[Any]) -> None:
-        """Serve a request of another source than a connection. Raises what ``run`` raises."""
-        work = self.run(request)
-        if isinstance(work, CoroutineType):
-            request.start(work)
 
 
 class Connection(asyncio.BufferedProtocol):

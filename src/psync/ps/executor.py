@@ -27,8 +27,7 @@ import enum
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -37,22 +36,23 @@ from psync.errors import BusyError, ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
-from psync.store.commit_log import CommitLog, Comparison, LogState, chained
+from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
-from psync.wire.messages import CheckState, Done
+from psync.wire.messages import Done
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 256 << 20
 """Of entries, while a backup is being made: a copy that takes longer is given up."""
 
-HEADER_WEIGHT = 8
-"""What a byte of an entry's message counts, beside one of its body: a frame has room for few."""
-
 AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
+
+
+NOBODY: Client = ("", 0)
+"""Of an entry that no task has asked for."""
 
 
 class Later(enum.Enum):
@@ -70,34 +70,16 @@ Outcome = Compute | Awaitable[None] | Later | None
 Act = Callable[[], Outcome]
 """Judges an entry, and does what takes no arrays. What it leaves unanswered is answered by Done."""
 
-Ended = Callable[[], None] | None
 Claim = Callable[[], Callable[[], None]]
 """Called when an entry takes longer than this turn; returns what to call at its end."""
 
 
-@dataclass(slots=True)
-class Entry:
-    """What is shipped."""
-
-    client: Client
-    header: bytes  # the message
-    body: Sequence[memoryview]
-    nbytes: int  # of the body
-    weight: int  # what it counts: headers more, as those of all entries of a message are one header
-
-    @classmethod
-    def of(cls, client: Client, header: bytes, body: Sequence[memoryview]) -> Entry:
-        """Return what ships a message."""
-        nbytes = sum(map(len, body))
-        return cls(client, header, body, nbytes, nbytes + HEADER_WEIGHT * len(header))
-
-
-class _Queued(msgspec.Struct):
-    number: int  # 0: it is no entry, and comes between two
+class _Entry(msgspec.Struct, eq=False):
+    number: int  # 0: it is none, and comes between two
     act: Act
     request: Request[Any]
     claim: Claim | None  # not called so far
-    ended: Ended = None
+    ended: Callable[[], None] | None = None  # what that has returned
 
 
 class Executor:
@@ -105,38 +87,25 @@ class Executor:
 
     Args:
         task: Name of the ps.
-        coordinator: Incarnation of the coordinator.
         store: What is served.
         work: Of the process.
         log: The order of entries, and what the backup has.
 
     Attributes:
         on_entry: Called when something may be shipped.
-        digest: Returns one of the state that judging has made, equal on a backup.
     """
 
-    def __init__(
-        self, task: str, coordinator: int, store: ShardStore, work: LongWork, log: CommitLog[Entry]
-    ) -> None:
+    def __init__(self, task: str, store: ShardStore, work: LongWork, log: CommitLog) -> None:
         self.log = log
         self.computes = Computes(store, work)
         self.on_entry: Callable[[], None] = lambda: None  # there is no backup
-        self.digest: Callable[[], bytes] = bytes
         self._task = task
-        self._coordinator = ("/job:chief/task:0", coordinator)
-        self._store = store
         self._work = work
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[_Entry] = deque()
         self._busy: asyncio.Task[None] | None = None  # an entry that is awaited
         self._again = False  # the loop will look again
         self._acting = False  # an entry is being judged just now
-        self._comparison = Comparison(task, lambda: self.digest())
         self._over: PsyncError | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no backup, and none is being made."""
-        return self.log.state is LogState.ALONE
 
     @property
     def waiting(self) -> int:
@@ -148,7 +117,7 @@ class Executor:
     def submit(
         self,
         request: Request[Any],
-        message: Message,
+        message: Message | None,
         body: Sequence[memoryview],
         act: Act,
         claim: Claim | None = None,
@@ -159,7 +128,8 @@ class Executor:
         Args:
             request: Of whom it is, and who gets the answer, or the error; FencedError or
                 ClosedError if another ps has taken this one's place, or this one ends.
-            message: The entry; that of the request is kept as it came.
+            message: The entry; that of the request is kept as it came. None: it is none, and comes
+                between two; all up to now are executed by then, and none after them.
             body: Its segments.
             act: Judges it.
             claim: Called if it is not done in this turn; what is being judged comes first.
@@ -168,70 +138,56 @@ class Executor:
         if self._over is not None:
             request.fail(self._over.with_traceback(None))
             return
-        log = self.log
-        if log.state is LogState.ALONE:
-            log.last += 1
-            number = log.last
+        log, number = self.log, 0
+        if message is None:
+            pass
+        elif log.state is LogState.ALONE:
+            log.last = number = log.last + 1
         else:
-            as_it_came = request.header if message is request.message else b""
-            number = self._ship(client or request.peer.client, as_it_came or encode(message), body)
+            if log.last + 1 >= log.check_at:
+                self._check()
+            header = request.header if message is request.message else b""
+            client = client or request.peer.client
+            number = log.append(client, header or encode(message), body)
+            self.on_entry()
+        entry = _Entry(number, act, request, claim)
         is_free = not self._queue and not self._acting and self._busy is None
-        if is_free and (log.state is LogState.ALONE or log.may_judge(number)):
-            self._execute(number, act, request, claim, None)
+        if is_free and number <= log.released:
+            self._execute(entry)
             if self._queue:  # what it has brought with it
                 self.advance()
-        else:
-            self._queue.append(_Queued(number, act, request, claim))
-            if not self._acting or log.state is LogState.PAIRED:
-                self._claim()
-            if log.state is not LogState.PAIRED:  # else it goes on when the backup has it
-                self.advance()
+            return
+        is_paired = log.state is LogState.PAIRED
+        if claim is not None and (is_paired or not self._acting):
+            entry.claim, entry.ended = None, claim()
+        self._queue.append(entry)
+        if not (is_paired and number):  # else it goes on when the backup has it
+            self.advance()
 
     def note(self, client: Client, message: Message, act: Act) -> None:
         """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
         self.submit(_NOBODYS, message, (), act, None, client)
 
     def in_turn(self, act: Act, request: Request[Any] | None = None) -> None:
-        """Do something between two entries: all up to now are executed, and none after them.
-
-        Args:
-            act: Does it.
-            request: Gets the answer; None: nobody does.
-        """
-        request = request or _NOBODYS
-        if self._over is not None:
-            request.fail(self._over.with_traceback(None))
-        elif not self._queue and not self._acting and self._busy is None:
-            self._execute(0, act, request, None, None)
-            if self._queue:
-                self.advance()
-        else:
-            self._queue.append(_Queued(0, act, request, None))
-            self.advance()
+        """Do something between two entries; ``request`` gets the answer. None: nobody does."""
+        self.submit(request or _NOBODYS, None, (), act)
 
     def _claim(self) -> None:
         """What is queued is not executed in this turn."""
-        for queued in self._queue:
-            claim, queued.claim = queued.claim, None
+        for entry in self._queue:
+            claim, entry.claim = entry.claim, None
             if claim is not None:
-                queued.ended = claim()
+                entry.ended = claim()
 
-    async def run(self, client: Client, message: Message, act: Callable[[Any], Outcome]) -> None:
+    async def run(
+        self, client: Client, message: Message | None, act: Callable[[Any], Outcome]
+    ) -> None:
         """Submit an entry, and wait until it is executed. Raises what the act raises.
 
         Cancellation: Safe; it is executed all the same.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submit(awaited(client, done), message, (), lambda: act(message))
-        await done
-
-    async def turn(self, act: Act) -> None:
-        """Do something as ``in_turn``, and wait for its end. Raises what it raises.
-
-        Cancellation: Safe; it is done all the same.
-        """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.in_turn(act, awaited(self._coordinator, done))
         await done
 
     def logged(self, handler: Handler, touches: Touches | None = None) -> Handler:
@@ -262,42 +218,25 @@ class Executor:
         if outcome is not None:
             await cast(Awaitable[None], outcome)
 
-    def begin_copy(self) -> int:
-        """Keep all entries from now on for a new backup; return the number of the last before."""
-        self._comparison = Comparison(self._task, lambda: self.digest())
-        return self.log.begin_copy()
+    # Whether the backup is what it should be.
 
-    # A backup that is not what it should be.
-
-    def compare(self, request: Request[CheckState]) -> None:
-        """Execute a check, on a backup."""
-        self.in_turn(lambda: self._comparison.execute(request.message), request)
-
-    def _ship(self, client: Client, header: bytes, body: Sequence[memoryview]) -> int:
-        """Give an entry its number, and ship it to the backup."""
-        if (check := self._comparison.due()) is not None:
-            act = functools.partial(self._comparison.execute, check)
-            number = self._keep(self._coordinator, encode(check), ())
-            self._queue.append(_Queued(number, act, _NOBODYS, None))
+    def _check(self) -> None:
+        """Log the comparison that is due."""
+        check = self.log.due()
+        if check is not None:
+            number = self.log.append(NOBODY, encode(check), ())
+            act = functools.partial(self.log.execute, check)
+            self._queue.append(_Entry(number, act, _NOBODYS, None))
             self.advance()
-        number = self._keep(client, header, body)
-        self.on_entry()
-        return number
-
-    def _keep(self, client: Client, header: bytes, body: Sequence[memoryview]) -> int:
-        entry, comparison = Entry.of(client, header, body), self._comparison
-        comparison.chain = chained(comparison.chain, client, header, entry.nbytes)
-        return self.log.append(entry, entry.weight)
 
     # Executing them.
 
-    def _execute(
-        self, number: int, act: Act, request: Request[Any], claim: Claim | None, ended: Ended
-    ) -> None:
+    def _execute(self, entry: _Entry) -> None:
+        request, claim = entry.request, entry.claim
         failed: Exception | None = None
         self._acting = True
         try:
-            outcome = act()
+            outcome = entry.act()
         except Exception as exc:
             outcome, failed = None, exc
             if not isinstance(exc, PsyncError):
@@ -320,7 +259,9 @@ class Executor:
                         self._work.give_up(exc)
                         raise
                 if waits:
-                    self._compute(outcome, request, ended if claim is None else claim())
+                    if claim is not None:
+                        entry.ended = claim()
+                    computes.add(outcome, functools.partial(self._computed, entry, outcome))
                     return
                 outcome.done()
             except Exception as exc:
@@ -328,26 +269,23 @@ class Executor:
         elif outcome is LATER:
             return
         elif outcome is not None:
-            ended = ended if claim is None else claim()
-            under_way = self._wait(number, request, ended, outcome)
-            self._busy = asyncio.get_running_loop().create_task(under_way)
+            if claim is not None:
+                entry.ended = claim()
+            self._busy = asyncio.get_running_loop().create_task(self._wait(entry, outcome))
             self._claim()
             return
-        if failed is not None or ended is not None:
-            _end(request, ended, failed)
+        if failed is not None or entry.ended is not None:
+            _end(entry, failed)
         elif request.is_held or not request.over:
             request.answer(_DONE)
 
-    def _compute(self, compute: Compute, request: Request[Any], ended: Ended) -> None:
-        def done(failed: Exception | None) -> None:
-            if failed is None:
-                try:
-                    compute.done()
-                except Exception as exc:
-                    failed = exc
-            _end(request, ended, failed)
-
-        self.computes.add(compute, done)
+    def _computed(self, entry: _Entry, compute: Compute, failed: Exception | None) -> None:
+        if failed is None:
+            try:
+                compute.done()
+            except Exception as exc:
+                failed = exc
+        _end(entry, failed)
 
     def advance(self) -> None:
         """Execute what may be executed; called when the backup has more, or is given up."""
@@ -355,8 +293,7 @@ class Executor:
             return
         done = 0
         while self._queue and self._busy is None and self._over is None:
-            head = self._queue[0]
-            if head.number and not self.log.may_judge(head.number):
+            if self._queue[0].number > self.log.released:
                 return
             if done == AT_ONCE:
                 self._again = True
@@ -364,25 +301,22 @@ class Executor:
                 self._claim()
                 return
             done += 1
-            self._queue.popleft()
-            self._execute(head.number, head.act, head.request, head.claim, head.ended)
+            self._execute(self._queue.popleft())
 
     def _look_again(self) -> None:
         self._again = False
         self.advance()
 
-    async def _wait(
-        self, number: int, request: Request[Any], ended: Ended, under_way: Awaitable[None]
-    ) -> None:
+    async def _wait(self, entry: _Entry, under_way: Awaitable[None]) -> None:
         failed: Exception | None = None
         try:
             await under_way
         except Exception as exc:
             failed = exc
-            if number and not isinstance(exc, PsyncError):
+            if entry.number and not isinstance(exc, PsyncError):
                 self._work.give_up(exc)
         self._busy = None
-        _end(request, ended, failed)
+        _end(entry, failed)
         self.advance()
 
     # Ends.
@@ -397,8 +331,7 @@ class Executor:
         if self._over is None:
             self._over = error or ClosedError(f"{self._task} ends")
         while self._queue:
-            queued = self._queue.popleft()
-            _end(queued.request, queued.ended, self._over)
+            _end(self._queue.popleft(), self._over)
 
     async def finish(self) -> None:
         """Execute all that was submitted; there is no backup that it waits for.
@@ -416,13 +349,13 @@ class Executor:
             await asyncio.wait((self._busy,))
 
 
-def _end(request: Request[Any], ended: Ended, failed: Exception | None) -> None:
-    if ended is not None:
-        ended()
+def _end(entry: _Entry, failed: Exception | None) -> None:
+    if entry.ended is not None:
+        entry.ended()
     if failed is not None:
-        request.fail(failed)
+        entry.request.fail(failed)
     else:
-        request.answer(_DONE)
+        entry.request.answer(_DONE)
 
 
 def awaited(client: Client, done: asyncio.Future[None]) -> Request[Any]:
@@ -434,21 +367,17 @@ def awaited(client: Client, done: asyncio.Future[None]) -> Request[Any]:
         elif not done.done():
             done.set_result(None)
 
-    return OwnRequest(AsIfFrom(client, {}, _spawn), None, [], then)
+    return OwnRequest(AsIfFrom(client), None, [], then)
 
 
 def nobodys(client: Client, message: Any = None) -> Request[Any]:
     """Return a request of a client's for whose answer nobody waits."""
-    return OwnRequest(AsIfFrom(client, {}, _spawn), message, [], lambda _: None)
-
-
-def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    return asyncio.get_running_loop().create_task(work)
+    return OwnRequest(AsIfFrom(client), message, [], lambda _: None)
 
 
 _DONE = Done()
 
-_NOBODYS = nobodys(("", 0))
+_NOBODYS = nobodys(NOBODY)
 """Of entries whose client is named with them."""
 
 _NOBODYS.over = True

@@ -506,7 +506,10 @@ def body_in_place(
 
 def owned(pool: BlockPool, body: Body) -> Body:
     """Return a body that nobody else can write to: what is lent, which is read-only, copied out."""
-    if not any(piece.readonly for piece in body):
+    for piece in body:
+        if piece.readonly:
+            break
+    else:
         return body
     (memory,) = memory_for(pool, sum(map(len, body)))
     at = 0

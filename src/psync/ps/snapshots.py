@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.backups.primary import PsProcess
 from psync.checkpoints.files import NONCE, DataFile, read_bounded, read_pieces
 from psync.checkpoints.manifest import Place, WrittenFile
 from psync.errors import (
@@ -63,12 +62,12 @@ MAX_READ_BYTES = 16 << 20
 """Of one ReadFrozen."""
 
 
-def load(state: SnapshotState, process: PsProcess, task: str, floor: int) -> Loaded:
+def load(state: SnapshotState, process: PsTask, task: str, floor: int) -> Loaded:
     """Begin to make what a ps holds of the state of a snapshot, or of ``NOTHING``.
 
     Args:
         state: The state.
-        process: In which the ps is.
+        process: The ps task in whose process it is.
         task: Name of the ps.
         floor: Lowest incarnation of any task that may be served.
 
@@ -114,16 +113,14 @@ class Snapshots:
     """The snapshots of one ps.
 
     Args:
-        process: Of the ps.
         ps: The ps: what it serves may be frozen, or replaced.
     """
 
-    def __init__(self, process: PsProcess, ps: PsTask) -> None:
-        self._process = process
+    def __init__(self, ps: PsTask) -> None:
         self._ps = ps
-        self._task = process.task
-        self._work = process.work
-        self._check_coordinator = process.check_coordinator
+        self._task = ps.task
+        self._work = ps.work
+        self._check_coordinator = ps.check_coordinator
         self._cut: _Cut | None = None
         self._written_bytes = 0
         self._load: _Load | None = None
@@ -250,7 +247,7 @@ class Snapshots:
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
             if self._load is not prepared:
                 raise PsyncError(f"{where} was cancelled")
-            prepared.loaded = load(state, self._process, self._task, self._ps.floor)
+            prepared.loaded = load(state, self._ps, self._task, self._ps.floor)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
                 places = read_json(bytes(body[1]), list[Place], f"{where}: places in {path}")

@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from psync.backups.primary import PsProcess
 from psync.cluster import CHIEF
 from psync.errors import FencedError, UsageError
 from psync.net.connection import Connection, Handler, Request
@@ -62,17 +61,15 @@ class Succession:
     """What one ps keeps of earlier programs; and the incarnations of coordinators.
 
     Args:
-        process: Of the ps.
         ps: The ps.
         clock: Returns what would be granted if nothing were known; None: this is not ps 0's own
             process, which answers with the newest coordinator that it has heard of.
     """
 
-    def __init__(self, process: PsProcess, ps: PsTask, clock: Callable[[], int] | None) -> None:
-        self._process = process
+    def __init__(self, ps: PsTask, clock: Callable[[], int] | None) -> None:
         self._ps = ps
         self._clock = clock
-        self.former = FormerStore(process.task)  # its lineage is that of what is held here
+        self.former = FormerStore(ps.task)  # its lineage is that of what is held here
         self._settling: asyncio.Task[None] | None = None  # what has begun is carried to its end
         self._highest = 0  # that was granted, or seen
 
@@ -102,7 +99,7 @@ class Succession:
             async def settle() -> None:
                 if before is not None:
                     await asyncio.wait((before,))
-                await self._process.work.drain()
+                await self._ps.work.drain()
                 self.former.take(last.store, last.ledger, last.coordinator)
 
             self._settling = asyncio.get_running_loop().create_task(settle())
@@ -119,7 +116,7 @@ class Succession:
         if settling is not None:
             await asyncio.wait((settling,))
             if settling.cancelled():
-                raise FencedError(f"{self._process.task} serves a newer coordinator")
+                raise FencedError(f"{self._ps.task} serves a newer coordinator")
             settling.result()
 
     def lost(self) -> None:
@@ -139,8 +136,8 @@ class Succession:
 
     def _adopt(self, request: Request[AdoptShards]) -> None:
         message, services = request.message, self._ps.services
-        self._process.check_coordinator(request.peer)
-        where = f"{self._process.task}: what is to be adopted"
+        self._ps.check_coordinator(request.peer)
+        where = f"{self._ps.task}: what is to be adopted"
         orders = read_json(b"".join(request.segments), Orders, where)
         self.former.adopt(orders, services.store)
         services.updates.counted()

@@ -472,7 +472,7 @@ class PsUpdates:
         if message.rows is not None:
             return memory_for(self.pool, nbytes, varies=True)
         if request.borrowed is not None and known.optimizer >= 0:
-            is_alone = self.executor.is_alone
+            is_alone = self.executor.log.state is LogState.ALONE
             return body_in_place(request, self.pool, known, nbytes, is_alone=is_alone)
         if nbytes < ABOVE_BYTES:
             return (np.empty(nbytes, np.uint8).data,)

@@ -39,7 +39,6 @@ backup until the coordinator has said where all ps tasks are served.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -106,7 +105,7 @@ class OutgoingSteps(Changing):
         self._steps = steps
         self._perform, self._failed = perform, failed
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
-        self._self = AsIfFrom(FROM_CLOSER, {}, asyncio.get_running_loop().create_task)
+        self._self = AsIfFrom(FROM_CLOSER)
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
     @property

@@ -85,7 +85,7 @@ class AllPs:
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
         self._asked: dict[tuple[int, int], Call] = {}  # (ps, group): of the newest step
         self._incarnation = attach.coordinator + timeline
-        self._self = AsIfFrom(FROM_CLOSER, {}, self._start)
+        self._self = AsIfFrom(FROM_CLOSER, spawn=self._start)
         self._own_parts: set[asyncio.Future[None]] = set()  # of ps 0, which take long
         self.addresses = list(attach.ps_addresses)
         self._moves = False  # a ps that is lost is served elsewhere soon

@@ -3,7 +3,7 @@
 What a ps task has lives as long as
 
     its process    network, memory, long work, variables kept for the next program, snapshots
-                   that are frozen or being read, backups of other ps tasks: ``PsTask``, which hands
+                   that are frozen or being read, backups of other ps tasks: ``PsTask``, which is
                    ``PsProcess`` to all that follows
     a coordinator  plans of clients (``ps.plans``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
@@ -38,7 +38,7 @@ from psync.ps.accumulators import Accumulators, pack_accumulators, unpack_accumu
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
-from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
+from psync.ps.executor import MAX_KEPT_BYTES, Executor
 from psync.ps.life import Life
 from psync.ps.plans import NO_BYTES, Plans
 from psync.ps.pulls import PsPulls
@@ -84,7 +84,7 @@ class PsServices:
     """All that serves one coordinator on one timeline. Ended once, never built anew.
 
     Args:
-        process: Of the ps task.
+        process: The ps task.
         life: SERVING, HOSTED; else nothing is to be served, and this is what refuses it.
         attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
         timeline: How often that coordinator has rolled back to a snapshot.
@@ -116,9 +116,9 @@ class PsServices:
         self._ended = False  # something else is served; a step may still be on its way
         self.locks = PsLocks(task, store)
         parts = platform.parts
-        log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
-        self.executor = executor = Executor(task, self.coordinator, store, work, log)
-        executor.digest = self.digest
+        log = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
+        log.digest = self.digest
+        self.executor = executor = Executor(task, store, work, log)
         plans.note = lambda client, message: executor.note(client, message, nothing_is_left)
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
@@ -165,8 +165,9 @@ class PsServices:
         if life is Life.HOSTED:
             self.expect_moves()
             self.replayed = {
-                BeginBackup: Handler(self._restore), CheckState: Handler(executor.compare)
-            }  # fmt: skip
+                BeginBackup: Handler(self._restore),
+                CheckState: Handler(lambda r: executor.in_turn(lambda: log.execute(r.message), r)),
+            }
             for section in self.sections:
                 self.replayed.update(section.replayed())
 
@@ -274,7 +275,7 @@ class PsServices:
         arrays: list[memoryview] = []
         sections = [await each.live(arrays) for each in self.sections]
         state = msgpack.encode((plans, sections, [len(each) for each in arrays]))
-        return Live(state, [each for each in arrays if each])
+        return state, [each for each in arrays if each]
 
     async def _restore(self, request: Request[BeginBackup]) -> None:
         """Be, on a backup, where that is which has returned this."""
@@ -357,7 +358,6 @@ class PsServices:
             if addresses != known:
                 self.closer.all_ps.move(addresses)
             self.closer.serve()
-        self.replayed = {}
         if self.teller is not None:
             self.teller.move(addresses)
         self._tell_counts()
@@ -432,7 +432,7 @@ class PsServices:
     def deposed(self) -> None:
         """The backup serves in place of the ps: of this, and not of what has followed it since."""
         if not self._ended:
-            self._process.deposed()
+            self._process.depose()
 
     async def drain(self) -> None:
         """Let go on who waits for a lock or at the gate; wait for what is being done."""

@@ -206,19 +206,14 @@ class StepCloser:
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes which entry of the log of the one whose backup this is."""
 
+        logged = self._sync.executor.logged
+
         def replay(act: Callable[[Any], None]) -> Handler:
-            def run(request: Request[Any]) -> None:
-                message = request.message
-                self._sync.executor.submit(request, message, (), lambda: act(message))
-
-            return Handler(run)
-
-        def forget(request: Request[ForgetPush]) -> None:
-            replay(partial(self._forget, request.peer.client)).run(request)
+            return logged(Handler(lambda request: act(request.message)))
 
         return {
             **self._sync.replayed(),
-            ForgetPush: Handler(forget),
+            ForgetPush: logged(Handler(lambda r: self._forget(r.peer.client, r.message))),
             BeginGroup: replay(self._define),
             ReportSchedule: replay(self._set_members),
             Tick: replay(self._tick),

@@ -717,7 +717,7 @@ class BeginBackup(OfBackup, code=98):
     ps_timeout_s: float
     timeline: int
     first: int  # number of the first entry that comes
-    beside: int  # bytes of the arrays that no snapshot has
+    beside: int  # how many arrays there are that no snapshot has
     lineage: int  # of what is backed up, see ``reattach``
     release: str  # the version of psync that the ps runs, and its plugins
 

@@ -12,7 +12,6 @@ from psync.net.connection import Connection
 from psync.net.environment import parts_of
 from psync.ps.admission import UpdateGate
 from psync.ps.updates import PsUpdates
-from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.sync.steps import SyncSteps
@@ -24,7 +23,7 @@ from psync.testing.sabotage.switches import NAMES
 def test_each_switch_replaces_one_class_and_leaves_the_others() -> None:
     weakened = set(WITHOUT.values())
     assert {Writer, UpdateGate} < {cls for cls, _ in weakened}
-    for cls in (CommitLog, Ledger, Connection, ShardStore, SyncSteps):
+    for cls in (Ledger, Connection, ShardStore, SyncSteps):
         assert SabotagedParts().of(cls) is cls
     replaced = {}
     for name in NAMES:

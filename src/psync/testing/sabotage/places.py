@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from psync.backups.primary import BackupSender
 from psync.checkpoints.files import Writer
 from psync.client.link import Answers, Outgoing
 from psync.client.ps import PlanUpdate
@@ -20,6 +19,7 @@ from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
+from psync.store.commit_log import CommitLog
 from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
 from psync.worker.session import Session
@@ -82,9 +82,9 @@ PLACES = (
     Place("ps.push.applied", PsUpdates, "_applied", BEGIN, _is_push),
     Place("ps.assign.applied", PsUpdates, "_applied", BEGIN, _is_no_push),
     # Entries are about to be sent to a backup, and nothing is applied.
-    Place("ps.backup.sending", BackupSender, "_send", BEGIN),
+    Place("ps.backup.sending", CommitLog, "to_ship", END),
     # A backup has them, nothing is applied here.
-    Place("ps.backup.taken", BackupSender, "_taken", BEGIN),
+    Place("ps.backup.taken", CommitLog, "note_taken", BEGIN),
     # Shards exist, not answered.
     Place("ps.create.done", PsUpdates, "_fill_shards", END),
     # A part of a synchronous push is held here, ps 0 does not know.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from psync.net.platform import Parts, Platform
 from psync.net.transport import Listener
@@ -69,7 +70,7 @@ class SabotagedPs(PsTask):
         self._log.adopt(contents.store)
         return contents
 
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> Any:
         """Hold what a snapshot of another one holds."""
         self._log.adopt(loaded.store)
-        super().take_over(attach, loaded, timeline, lineage)
+        return super().take_over(attach, loaded, timeline, lineage)

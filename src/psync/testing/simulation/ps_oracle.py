@@ -81,7 +81,7 @@ def faults_of_rest(
     for task, host in _served_in(tasks.values()):
         # One that was taken for dead, and lives, keeps what it held until another chief comes
         # and ends it: see ``backups.host``, AskServed.
-        if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
+        if moved.get(task.task, task.task) != host.task or task.index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
         staging, steps = statistics["staging"], dict(task.services.sync.staging.steps)
@@ -124,11 +124,11 @@ def faults_of_counts(
     """
     timelines: dict[tuple[int, int], list[PsTask]] = {}
     for task, _ in _served_in(tasks.values()):
-        if task.life is Life.SERVING and task._index < num_ps:
+        if task.life is Life.SERVING and task.index < num_ps:
             timelines.setdefault((task.floor, task.services.timeline), []).append(task)
     for served in timelines.values():
         # Otherwise one is away, or was replaced and has not noticed.
-        if sorted(each._index for each in served) == list(range(num_ps)):
+        if sorted(each.index for each in served) == list(range(num_ps)):
             for task in served:
                 others = [each for each in served if each is not task]
                 yield from _faults_of_count(task, others, at_rest=at_rest)
@@ -146,7 +146,7 @@ def _faults_of_count(task: PsTask, others: Sequence[PsTask], *, at_rest: bool) -
             for count in counts
             if count.base >> STEP_BITS == epoch
             for touched, pushes in count.own.items()
-            if task._index not in touched
+            if task.index not in touched
         )
         found = optimizer.count.elsewhere
         if found > expected or (at_rest and found < expected):
@@ -235,12 +235,12 @@ def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
     if sender is None or executor.log.state is not LogState.PAIRED:
         return None
     host = tasks.get(f"ps-{parse_task_name(sender.order.task)[1]}")
-    backup = host._host._backups.get(primary._index) if host is not None else None
+    backup = host._host._backups.get(primary.index) if host is not None else None
     if (
         backup is None
         or (backup.order.coordinator, backup.epoch) != (primary.floor, sender.order.epoch)
         or backup.address is not None or backup.loaded is not None or backup.is_damaged
-        or executor.waiting or backup.waiting or backup.taken != executor.log.last
+        or executor.waiting or backup.pending_bytes or backup.taken != executor.log.last
     ):  # fmt: skip
         return None
     task: PsTask = backup.task

@@ -29,7 +29,7 @@ from psync.ps.computes import Compute, Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
-from psync.store.commit_log import CommitLog, LogState, chained
+from psync.store.commit_log import CommitLog, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
@@ -51,12 +51,12 @@ Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
 
 
-def may_judge_shipped(original: Callable[..., Any]) -> Any:
-    def may_judge(self: CommitLog[Any], number: int) -> bool:
-        shipped = self.state is LogState.PAIRED and number <= self.shipped
-        return shipped or bool(original(self, number))
+def released_as_shipped(original: Callable[..., Any]) -> Any:
+    def note_taken(self: CommitLog, number: int) -> None:
+        original(self, number)
+        self.released = max(self.released, self.shipped)
 
-    return may_judge
+    return note_taken
 
 
 def one_too_few(original: Callable[..., int]) -> Any:
@@ -115,7 +115,7 @@ def drops_calls(original: Callable[..., Any]) -> Any:
 
 def one_forgets_to_take(original: Callable[..., Any]) -> Any:
     def take(self: PsTask, loaded: Any, message: Any) -> None:
-        if self._index != 0:
+        if self.index != 0:
             original(self, loaded, message)
 
     return take
