@@ -91,6 +91,9 @@ from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 256 << 20
+"""Of an array, in a copy for a backup: sums may be longer than one segment of a message."""
+
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
@@ -492,7 +495,7 @@ class Accumulators:
         for name, each in self.hosted.items():
             contents: tuple[Any, ...] | None = None
             if (held := each.rule.held()) is not None:
-                copies = [await asyncio.to_thread(array.copy) for array in held[1]]
+                copies = [await asyncio.to_thread(piece.copy) for piece in _pieces(held[1])]
                 arrays += map(to_bytes_view, copies)
                 contents = *held[0], len(copies)
             waiting = [
@@ -509,11 +512,12 @@ class Accumulators:
             each = self.hosted[name]
             if contents is not None:
                 *held, count = contents
-                here, came = each.rule.hold(*held), list(itertools.islice(arrays, count))
-                if [array.nbytes for array in here] != list(map(len, came)):
+                here = _pieces(each.rule.hold(*held))
+                came = list(itertools.islice(arrays, count))
+                if list(map(len, here)) != list(map(len, came)):
                     raise RemoteProtocolError(f'the contents of "{name}" do not have its size')
-                for array, data in zip(here, came, strict=True):
-                    await asyncio.to_thread(np.copyto, bytes_of(array), bytes_of(data))
+                for piece, data in zip(here, came, strict=True):
+                    await asyncio.to_thread(np.copyto, piece, bytes_of(data))
             each.restore(takers, arrays)
             for task, incarnation, number, num_required in waiting:
                 verdict = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
@@ -594,3 +598,11 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
 
 def _pack(answer: object) -> bytes | None:
     return encode(answer) if isinstance(answer, AccumulatorState) else None
+
+
+def _pieces(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+    return [
+        data[at : at + PIECE_BYTES]
+        for data in map(bytes_of, arrays)
+        for at in range(0, data.size, PIECE_BYTES)
+    ]
