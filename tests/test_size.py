@@ -9,16 +9,16 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 41_729,
-    "src": 58_115,
-    "nodes": 559_571,
+    "core": 41_738,
+    "src": 58_124,
+    "nodes": 559_643,
     "tests": 88_510,
     "net": 4_369,
     "api": 3_428,
     "store": 2_809,
     "top": 3_579,
     "sync": 2_988,
-    "ps": 2_758,
+    "ps": 2_767,
     "numerics": 2_659,
     "status": 2_404,
     "client": 2_156,

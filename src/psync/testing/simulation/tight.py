@@ -26,7 +26,7 @@ from psync.coordinator import FinalClosures
 from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
-from psync.ps import cooperative_work, executor
+from psync.ps import accumulators, cooperative_work, executor
 from psync.wire import frames
 
 LATE_S = (0.003, 0.05, 0.5)
@@ -96,7 +96,7 @@ SIZES: Mapping[str, Size] = {
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
     "entries shipped": Size(((primary, "MAX_ENTRIES"), (primary, "MAX_UNDER_WAY")), (1,)),
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
-    "copies": Size(((primary, "PIECE_BYTES"),), (8, 64)),
+    "copies": Size(((primary, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((host.BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
