@@ -66,7 +66,7 @@ REPORT_EVERY_S = 10.0
 """A join that has heard of nothing for so long says on whom it waits."""
 
 PS_ANSWERS_WITHIN_S = 0.5
-"""Else it is said without what ps 0 knows."""
+"""Else a join says that it does not answer."""
 
 
 class Joins:
@@ -649,15 +649,15 @@ class Coordinator:
         return describe_waiting(self._queue, membership.missing(), others, left)
 
     async def _all_wait_for(self) -> str:
-        """Say what a join waits for, and what ps 0 knows of steps that are open."""
+        """Say what a join waits for, which ps tasks are silent, and what open steps lack."""
         found, running = [self.waits_for()], self._queue.dispatcher.oldest()
-        groups: dict[str, Any] = {}
-        with contextlib.suppress(PsyncError, TimeoutError):
-            async with asyncio.timeout(PS_ANSWERS_WITHIN_S):
-                answer = await self.links.ps.links[0].call(messages.AskStatistics(), urgent=True)
-                if isinstance(answer.message, messages.Statistics):
-                    groups = answer.message.counters["sync"]
-        for name, group in groups.items():
+        counted = await self.links.ps_counters(PS_ANSWERS_WITHIN_S)
+        found += [
+            f"{link.task} does not answer"
+            for link, counters in zip(self.links.ps.links, counted, strict=True)
+            if counters is None
+        ]
+        for name, group in (counted[0] or {"sync": {}})["sync"].items():
             lacks = group["lacks"] or [task for task in running if task not in group["waits"]]
             if lacks and (group["waits"] or group["lacks"]):
                 found.append(

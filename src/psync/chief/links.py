@@ -719,6 +719,22 @@ class ClusterLinks:
         self._min_workers = min(self._min_workers, num_workers)
         self.changed.set()
 
+    async def ps_counters(self, within_s: float) -> list[dict[str, Any] | None]:
+        """Return the counters of each ps task; None: it has not answered in so many seconds.
+
+        Cancellation: Safe.
+        """
+
+        async def one(link: PsLink) -> dict[str, Any] | None:
+            question = messages.AskStatistics()
+            with contextlib.suppress(PsyncError, TimeoutError):
+                async with asyncio.timeout(within_s):
+                    answer, _ = await ask(link, question, messages.Statistics, urgent=True)
+                    return answer.counters
+            return None
+
+        return await all_of([one(link) for link in self.ps.links])
+
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
         answers = [

@@ -595,7 +595,8 @@ class ClusterRecovery:
 
         A checkpoint of other variables than there are now is refused.
         """
-        self._from_step = await self._iterations()
+        left = [each for each in await self.links.ps_counters(1.0) if each is not None]
+        self._from_step = max((each["iterations"] for each in left), default=0)
         assert self.source is not None, "checked when it began"
         snapshots = await asyncio.to_thread(self.source)
         if snapshots is None:
@@ -619,20 +620,6 @@ class ClusterRecovery:
             replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
             for each in snapshots
         ]
-
-    async def _iterations(self) -> int:
-        """Return how far training was, as far as those know who are left."""
-
-        async def one(link: PsLink) -> int:
-            question = messages.AskStatistics()
-            with contextlib.suppress(PsyncError, TimeoutError):
-                async with asyncio.timeout(1.0):
-                    answer, _ = await ask(link, question, messages.Statistics, urgent=True)
-                    return int(answer.counters.get("iterations", 0))
-            return 0
-
-        left = [link for link in self.links.ps.links if link.lost is None]
-        return max(await all_of([one(link) for link in left])) if left else 0
 
     async def attach_all(self) -> None:
         """Step: wait until all ps tasks are there, and serve this coordinator."""
