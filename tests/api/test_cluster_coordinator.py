@@ -431,17 +431,20 @@ async def test_a_join_that_times_out_says_what_runs_where():
 @pytest.mark.promise("schedule.join-reports-waiting")
 @pytest.mark.virtual_time
 async def test_a_join_without_news_says_on_whom_it_waits(caplog):
-    async with coordinating(num_workers=1) as (_, coordinator):
+    async with coordinating(num_workers=1) as (cluster, coordinator):
 
         async def slow():
             await asyncio.sleep(35)
 
         coordinator.schedule(slow)
+        asyncio.get_running_loop().call_later(8, cluster.network.partition, "ps-0")
+        asyncio.get_running_loop().call_later(12, cluster.network.heal, "ps-0")
         with caplog.at_level(logging.WARNING):
             await coordinator.join()
         lines = [r.getMessage() for r in caplog.records if "join waits" in r.getMessage()]
         assert len(lines) == 3
-        assert "slow) on /job:worker/task:0" in lines[0]
+        assert "slow) on /job:worker/task:0; /job:ps/task:0 does not answer" in lines[0]
+        assert "answer" not in lines[1]
 
 
 @pytest.mark.promise("errors.uncancellable-step-named")
