@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accumulator_tools import accumulator, apply_grad, apply_slices, refusal, take_grad
-from psync.accumulators import Accumulator, Applied, SparseConditionalAccumulator, TakeState
+from psync.accumulators import Accumulator, Applied, SparseConditionalAccumulator
 from psync.errors import ConfigurationError, ValueMismatchError
 from psync.specs import Outcome, dtype_of
 
@@ -273,7 +273,7 @@ def test_a_gradient_of_rows_is_checked_in_this_order(
     held.set_global_step(1)
     take = take_grad(held, 1)
     assert refusal(apply_slices, held, indices, values, dense_shape, step) == said
-    assert (held.num_accumulated(), held.step, take.state) == (0, 1, TakeState.WAITING)
+    assert (held.num_accumulated(), held.step, held.waiting) == (0, 1, [take])
 
 
 def test_a_stale_malformed_gradient_is_no_error() -> None:

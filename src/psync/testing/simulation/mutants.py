@@ -94,7 +94,7 @@ MUTANTS: Mapping[str, Mutant] = {
     **_switched("replica_ack", "an answer waits for the backup", "replica"),
     "ack_early": Mutant(
         "what is on its way to the backup does not count as taken", ("replica",),
-        ((CommitLog, "note_taken", wrong.released_as_shipped),),
+        ((CommitLog, "to_ship", wrong.released_as_shipped),),
     ),
     "one_too_few": Mutant(
         "a step is closed with as many pushes as it needs", ("sync",),

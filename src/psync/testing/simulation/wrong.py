@@ -52,11 +52,12 @@ Make = Callable[[Callable[..., Any]], Any]
 
 
 def released_as_shipped(original: Callable[..., Any]) -> Any:
-    def note_taken(self: CommitLog, number: int) -> None:
-        original(self, number)
+    def to_ship(self: CommitLog, *most: int) -> Any:
+        made = original(self, *most)
         self.released = max(self.released, self.shipped)
+        return made
 
-    return note_taken
+    return to_ship
 
 
 def one_too_few(original: Callable[..., int]) -> Any:
