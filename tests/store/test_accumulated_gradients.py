@@ -31,7 +31,7 @@ def zeros(*shape: int) -> np.ndarray:
 
 
 def taken(held: SparseConditionalAccumulator) -> tuple[list[int], list[Any], tuple[int, ...]]:
-    result = take_grad(held, 1).result()
+    result = take_grad(held, 1).result
     return result.indices.tolist(), result.values.tolist(), result.dense_shape
 
 
@@ -51,7 +51,7 @@ def test_a_mean_is_divided_by_all_weights_and_a_sum_is_not(
             apply_grad(held, np.full(1, value, np.float32), step, weight)
         assert held.num_accumulated() == 2  # who waits counts gradients
         take = take_grad(held, 1)
-        assert (take.count, take.result().tolist()) == (2, result)
+        assert (take.count, take.result.tolist()) == (2, result)
         assert held.num_accumulated() == 0
 
 
@@ -95,8 +95,8 @@ def test_2049_ones_of_float16_are_1_on_average() -> None:
     for _ in range(2049):
         apply_grad(dense, one)
         apply_slices(rows, [5], one)
-    assert take_grad(dense, 2049).result().tolist() == [1]
-    assert take_grad(rows, 2049).result().values.tolist() == [1]
+    assert take_grad(dense, 2049).result.tolist() == [1]
+    assert take_grad(rows, 2049).result.values.tolist() == [1]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -108,7 +108,7 @@ def test_results_are_the_takers_own_and_of_the_accumulators_dtype(dtype: str) ->
         apply_grad(dense, one, step)
         apply_slices(rows, indices, one, local_step=step)
         one[:], indices[:] = 8, 8
-        array, slices = take_grad(dense, 1).result(), take_grad(rows, 1).result()
+        array, slices = take_grad(dense, 1).result, take_grad(rows, 1).result
         assert array.tolist() == slices.values.tolist() == slices.indices.tolist() == [step + 1]
         assert array.dtype == slices.values.dtype == dense.dtype
         array[:], slices.values[:], slices.indices[:] = 9, 9, 9
@@ -120,9 +120,9 @@ def test_an_empty_gradient_of_rows_counts() -> None:
     assert apply_slices(held, np.empty(0, np.int32), zeros(0, 2)) == Applied(Outcome.ACCEPTED, 1, 0)
     applied = apply_slices(held, [3], [[2, 4]])
     assert applied == Applied(Outcome.ACCEPTED, 0, 1, take)
-    assert (take.count, take.result().values.tolist()) == (2, [[2, 4]])
+    assert (take.count, take.result.values.tolist()) == (2, [[2, 4]])
     apply_slices(held, [], zeros(0, 2), local_step=1)
-    result = take_grad(held, 1).result()
+    result = take_grad(held, 1).result
     assert (result.indices.dtype, result.values.shape, result.dense_shape) == (
         np.int64, (0, 2), (4, 2),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_numbers_of_any_integer_type_and_byte_order_are_taken(dtype: Any) -> Non
     apply_slices(held, np.array([3, 1], dtype), zeros(2))
     apply_grad(dense, np.array([1, 2], ">f4"))
     assert taken(held)[0] == [1, 3]
-    assert take_grad(dense, 1).result().tolist() == [1, 2]
+    assert take_grad(dense, 1).result.tolist() == [1, 2]
 
 
 def test_numbers_of_python_take_the_accumulators_dtype_if_it_can_hold_them() -> None:
@@ -143,7 +143,7 @@ def test_numbers_of_python_take_the_accumulators_dtype_if_it_can_hold_them() -> 
         assert "expected values in the range of float16" in refusal(apply_grad, held, wrong)
     apply_grad(held, [1, 2])
     apply_grad(held, [0.5, math.inf])
-    assert take_grad(held, 2).result().tolist() == [0.75, math.inf]
+    assert take_grad(held, 2).result.tolist() == [0.75, math.inf]
 
 
 @pytest.mark.parametrize("kind", [accumulator, sparse])
@@ -163,7 +163,7 @@ def test_an_accumulator_goes_on_from_what_another_one_holds(kind: Any) -> None:
         results = []
         for each in (first, second):
             offer(each, [0.7, 1e-3], 2.0)
-            result = take_grad(each, 2).result()
+            result = take_grad(each, 2).result
             results.append(getattr(result, "values", result).tobytes())
         assert results[0] == results[1]
 
@@ -197,11 +197,11 @@ def test_what_is_open_is_decided_by_the_first_gradient_of_each_step() -> None:
         apply_grad(held, zeros(*shape), step)
         message = refusal(apply_grad, held, zeros(2, 4), step)
         assert message == f"shape mismatch: expected {shape}, got (2, 4)"
-        assert take_grad(held, 1).result().shape == shape
+        assert take_grad(held, 1).result.shape == shape
     scalar = accumulator(())
     apply_grad(scalar, 1.0)
     apply_grad(scalar, np.float32(2.0))
-    assert take_grad(scalar, 2).result() == 1.5
+    assert take_grad(scalar, 2).result == 1.5
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_dense_shape_is_what_is_known_of_it(
     held = sparse(shape)
     for step, more in enumerate([(), (3,)] if shape is None else [()]):  # anew after each take
         apply_slices(held, [1], zeros(*values, *more), None, step)
-        result = take_grad(held, 1).result()
+        result = take_grad(held, 1).result
         assert result.dense_shape == (*dense_shape, *more)
         assert result.values.shape == (*values, *more)
 
@@ -306,7 +306,7 @@ def test_a_dense_shape_may_leave_dimensions_open_and_is_not_compared_with_values
     held = sparse((3, 2, None))
     assert held.as_gradient([1], zeros(1, 2, 4), dense_shape).indices.tolist() == [1]
     apply_slices(held, [1], zeros(1, 2, 4), dense_shape)
-    assert take_grad(held, 1).result().dense_shape == (3, 2, 4)
+    assert take_grad(held, 1).result.dense_shape == (3, 2, 4)
 
 
 @pytest.mark.parametrize("divisor", ["count", "TOTAL", None, ["total"]])
