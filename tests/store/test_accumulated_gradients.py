@@ -273,7 +273,7 @@ def test_a_gradient_of_rows_is_checked_in_this_order(
     held.set_global_step(1)
     take = take_grad(held, 1)
     assert refusal(apply_slices, held, indices, values, dense_shape, step) == said
-    assert (held.num_accumulated(), held.step, held.waiting) == (0, 1, [take])
+    assert (held.num_accumulated(), held.step, [*held.waiting]) == (0, 1, [take])
 
 
 def test_a_stale_malformed_gradient_is_no_error() -> None:
