@@ -39,11 +39,11 @@ from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
+from psync.ps.executor import Executor
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.store import snapshot, snapshot_state
-from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
@@ -94,7 +94,7 @@ MUTANTS: Mapping[str, Mutant] = {
     **_switched("replica_ack", "an answer waits for the backup", "replica"),
     "ack_early": Mutant(
         "what is on its way to the backup does not count as taken", ("replica",),
-        ((CommitLog, "to_ship", wrong.released_as_shipped),),
+        ((Executor, "submit", wrong.released_as_shipped),),
     ),
     "one_too_few": Mutant(
         "a step is closed with as many pushes as it needs", ("sync",),

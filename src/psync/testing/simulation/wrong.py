@@ -26,10 +26,11 @@ from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute, Computes
+from psync.ps.executor import Executor
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
-from psync.store.commit_log import CommitLog, chained
+from psync.store.commit_log import chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
@@ -52,12 +53,12 @@ Make = Callable[[Callable[..., Any]], Any]
 
 
 def released_as_shipped(original: Callable[..., Any]) -> Any:
-    def to_ship(self: CommitLog, *most: int) -> Any:
-        made = original(self, *most)
-        self.released = max(self.released, self.shipped)
-        return made
+    def submit(self: Executor, *entry: Any, **how: Any) -> None:
+        original(self, *entry, **how)
+        self.log.released = max(self.log.released, self.log.shipped)
+        self.advance()
 
-    return to_ship
+    return submit
 
 
 def one_too_few(original: Callable[..., int]) -> Any:
