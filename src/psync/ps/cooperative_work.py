@@ -233,8 +233,7 @@ class LongWork(Changing):
     async def _serve_slowly(
         self, costs: Sequence[int], begin: Callable[[int], Work], answer: Callable[[], None]
     ) -> None:
-        # A caller that gives up does not make it all happen in one turn.
-        await self.to_the_end(self.shard_by_shard(costs, begin))
+        await self.shard_by_shard(costs, begin)
         answer()
 
     def finish_now(self, work: Work) -> None:
