@@ -104,10 +104,10 @@ class _Waits:
         async def waited() -> T:
             nonlocal task
             self._task = task = asyncio.current_task()
-            if self._interrupts:
-                self.interrupt()
-                await asyncio.sleep(0)
             try:
+                if self._interrupts:
+                    self.interrupt()
+                    await asyncio.sleep(0)
                 return await awaitable
             finally:
                 self._task = None if self._task is task else self._task

@@ -30,7 +30,7 @@ def ones(*indices: int) -> IndexedSlices:
         (IndexedSlices(np.ones((1, 2)), [0]), "expected dtype float32, got float64"),
         (
             IndexedSlices(np.ones((1, 2), np.float32), [0], (9, 2)),
-            r"expected rows of an array of shape \(10, 2\), got dense_shape \(9, 2\)",
+            r"expected rows of an array of shape \(10, 2\) as dense_shape, got \(9, 2\)",
         ),
         (SimpleNamespace(values=np.ones((1, 2)), indices=[0.5]), "IndexedSlices: expected indices"),
     ],

@@ -333,7 +333,7 @@ def test_what_a_rollback_has_left_of_a_run_that_was_cut_short_may_be_a_part(
 def _ps(index: int, count: PushCount) -> Any:
     store = SimpleNamespace(optimizers={3: SimpleNamespace(count=count)})
     return SimpleNamespace(
-        task=f"/job:ps/task:{index}", _index=index, services=SimpleNamespace(store=store)
+        task=f"/job:ps/task:{index}", index=index, services=SimpleNamespace(store=store)
     )
 
 

@@ -220,8 +220,12 @@ class SyncReplicasOptimizer(Optimizer):
 
     _synchronous = True
     _push_options = frozenset({"name", "weight"})
-    # Values of ``minimize(gate_gradients=…)``, without effect.
-    GATE_NONE, GATE_OP, GATE_GRAPH = range(3)
+    GATE_NONE = 0
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_OP = 1
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_GRAPH = 2
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
 
     def __init__(
         self,

@@ -582,6 +582,7 @@ class BackupService:
 
     def _go_alone(self) -> None:
         self._drop()
+        self.executor.on_entry = lambda: None  # the sender has what is on its way
         self.executor.log.give_up()
         self.executor.advance()
 

@@ -57,6 +57,21 @@ FIRST_WINDOW_S = 1.0
 RUN_LOG = b'{"psync_run_log"'
 """How the log of a run begins."""
 
+SETUP_ERRORS = (
+    ConfigurationError, AuthenticationError, ConnectFailed, DeadlineExceeded, ProtocolError,
+)  # fmt: skip
+"""Errors of ``speaking`` commands that are told in a line."""
+
+
+@contextlib.contextmanager
+def speaking() -> Iterator[None]:
+    """Decorate a command that speaks to a task: what is wrong there is told in a line."""
+    try:
+        yield
+    except SETUP_ERRORS as exc:
+        raise ConfigurationError(exc.message, hint=exc.hint) from exc
+
+
 # Types of options and arguments.
 A_CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 A_FILE = click.Path(dir_okay=False)
@@ -212,6 +227,7 @@ def choosing_run(command: Callable[..., int]) -> Callable[..., int]:
 @click.option("--once", is_flag=True)
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--interval", type=click.FloatRange(min=0.2), default=1.0, metavar="SECONDS")
+@speaking()
 def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     """Show what a running program is doing: its workers, ps tasks, steps and events.
 
@@ -299,6 +315,7 @@ async def _follow(reader: StatusReader, console: Console, interval: float) -> No
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.json")
 @choosing_run
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, metavar="SECONDS")
+@speaking()
 def trace(out: Path, run: str | None, seconds: float) -> int:
     """Record what a running program does, and write it to OUT.json for Perfetto.
 
@@ -405,11 +422,6 @@ F = TypeVar("F", bound=Callable[..., object])
 
 USAGE_ERROR = 2  # exit code, as everywhere
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
-
-SETUP_ERRORS = (
-    ConfigurationError, AuthenticationError, ConnectFailed, DeadlineExceeded, ProtocolError,
-)  # fmt: skip
-"""Errors that are told in a line, since what is wrong is the command or what it speaks to."""
 
 PROBE = "/job:probe/task:0"
 """The name under which ``health`` speaks to the task; no cluster has such a job."""
@@ -696,6 +708,7 @@ def scale(workers: int, run: str | None) -> int:
     "--chief-timeout", metavar="SECONDS", envvar=["PSYNC_JOIN_CHIEF_TIMEOUT", CHIEF_TIMEOUT]
 )
 @task_options
+@speaking()
 def join(
     chief: str,
     script: str | None,
@@ -804,6 +817,7 @@ def _set_up(plugins: Sequence[str], log_level: str, **tls: Any) -> None:
 
 @psync.command()
 @click.option("--timeout", type=ABOVE_0, default=5.0, metavar="SECONDS")
+@speaking()
 def health(timeout: float) -> int:
     """Check whether the ps or worker of this environment answers.
 
@@ -912,7 +926,7 @@ def main(args: Sequence[str] | None = None) -> int:
         of_run = isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run
         hint = " Options of the script go after --." if of_run else ""  # click cannot know that
         code = _fail(error.format_message() + hint)
-    except SETUP_ERRORS as error:
+    except ConfigurationError as error:
         code = _fail(str(error))
     except TrainingEnded as error:
         code = _fail(str(error), FAILED)

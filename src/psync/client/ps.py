@@ -196,13 +196,14 @@ class PsClient:
         # By compression and keys of variables. The last used is at the end.
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         # As ``plan``, by the variables' handles: one look-up, as these hash by identity.
-        self.plan_of = functools.lru_cache(MAX_PLANS)(self._plan_of)
+        self.plan_of: Callable[..., Plan] = functools.lru_cache(MAX_PLANS)(self._plan_of)
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
         try:
             await self.outgoing.close(patience_s)
         finally:
+            self.plan_of = self._plan_of  # it would refer to itself
             await end_all([task for link in self.links for task in link.close()])
 
     @property

@@ -91,8 +91,8 @@ from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20
-"""Of an array, in a copy for a backup: sums may be longer than one segment of a message."""
+PIECE_BYTES = 8 << 20
+"""Of an array, in a copy for a backup: one message has one, and may not take long."""
 
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""

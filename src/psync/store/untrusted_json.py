@@ -104,7 +104,7 @@ class _Head:
 def _converted(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind, dec_hook=_unhexed)
-    except msgspec.ValidationError as exc:
+    except ValueError as exc:  # of msgspec; or a text is no Unicode
         said, _, place = str(exc).partition(" - at `$")
         known = place.partition("[...]")[0]  # some value of an object without fixed keys
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", known):

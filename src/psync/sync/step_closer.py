@@ -176,7 +176,8 @@ class StepCloser:
         """Look what open steps lack, again and again; log what they have lacked for long."""
         lacks = [lack for group in self._sync.groups for lack in self._lacks(group)]
         self._lacked = {lack: self._lacked.get(lack, 0) + 1 for lack in lacks}
-        if any(looks % LOOKS_A_NOTE == 0 for looks in self._lacked.values()):
+        is_hosted = HOSTED in self.outgoing.pauses  # its primary says it
+        if not is_hosted and any(looks % LOOKS_A_NOTE == 0 for looks in self._lacked.values()):
             for line in self.describe():
                 logger.warning("%s: %s", CLOSER, line)
         self._looking = self._loop.call_later(LOOK_EVERY_S, self._look)

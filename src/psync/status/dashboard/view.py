@@ -429,8 +429,9 @@ def _short(value: float) -> float:
 
 def lanes(moments: Sequence[Status], tasks: Sequence[str]) -> dict[str, Any]:
     """Return what some workers did in each of some moments; None: it was not there."""
+    shown = set(tasks)
     cells = [
-        {each.task: cell_of(each) for each in moment.workers if each.task in tasks}
+        {each.task: cell_of(each) for each in moment.workers if each.task in shown}
         for moment in moments
     ]
     rows = [[each.get(task) for each in cells] for task in tasks]
