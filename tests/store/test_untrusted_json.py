@@ -75,6 +75,7 @@ THING = {"kind": "a", "pairs": [[1, "x"]]}
         (Whole, 2**63, f"it: expected `int` <= {2**63 - 1}, got 9223372036854775808"),
         (Whole, True, "it: expected `int`, got True"),
         (Whole, 1.5, "it: expected `int`, got 1.5"),
+        (Whole, "\ud800", "it: 'utf-8' codec can't encode"),
         (Signed, -(2**63) - 1, f"it: expected `int` >= {-(2**63)}, got -9223372036854775809"),
         (bool, 1, "it: expected `bool`, got 1"),
         (float, 10**400, "it: number out of range, got 1000"),
