@@ -172,7 +172,7 @@ def read(store: ShardStore, place: tuple[Any, ...]) -> list[memoryview]:
 def through_bytes(store: ShardStore) -> ShardStore:
     frozen = freeze(store, NOTHING)
     state = SnapshotState.from_bytes(frozen.state.to_bytes(), "here")
-    loaded = Loaded(state, ShardStore(TASK), Ledger(), lambda data: data)
+    loaded = Loaded(state, ShardStore(TASK), Ledger())
     for place in list(loaded.wanted):
         whole = b"".join(frozen.views(place))
         list(loaded.write(place, 0, memoryview(whole)))
