@@ -52,7 +52,7 @@ def test_the_head_says_what_runs_and_how_fast() -> None:
     queue = QueueStatus(
         queued=3, in_flight=2, finished=9000, failed=1, put_back=4, closures_per_s=1234.5
     )
-    steps = StepsStatus(50, 12.34, {"0": 7, "3": 2, "5": 1, "9": 1})
+    steps = StepsStatus(50, 12.34, {"0": 7, "3": 2, "16": 1, "20": 1})
     lines = drawn(
         status(
             queue=queue, steps=steps, notes=("a ps is being recovered",),
@@ -63,7 +63,7 @@ def test_the_head_says_what_runs_and_how_fast() -> None:
     counts = "1,234 closures/s, 2 in flight, 3 queued, 9000 finished, 1 failed, 4 run again"
     assert lines[1] == f"  closures  {counts}"
     assert lines[2] == "      step  50, 12.3 steps/s"
-    assert lines[3] == " staleness  7 of 0, 2 of 3, 2 of 5 and more"
+    assert lines[3] == " staleness  7 of 0, 2 of 3, 2 of 16–31"
     assert lines[4] == "  reported  epoch 3, loss 0.1235"
     assert lines[5] == " waits for  nothing"
     assert lines[6] == "      note  a ps is being recovered"

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from psync.status.dashboard.view import groups, noticed, ps_row, worker_row
+from psync.status.dashboard.view import groups, noticed, ps_row, staleness, worker_row
 from psync.status.model import Status, WorkerStatus
 from psync.status.units import number_text, seconds_text, task_text
 
@@ -83,10 +83,7 @@ def _head(status: Status) -> list[RenderableType]:
         *_if_any(queue.waiting, "waiting for inputs"), *_if_any(queue.failed, "failed"),
         *_if_any(queue.cancelled, "cancelled"), *_if_any(queue.put_back, "run again"),
     ]  # fmt: skip
-    # Each up to 4, and all above together.
-    stale = [f"{count} of {each}" for each, count in steps.staleness.items() if int(each) <= 4]
-    many = sum(count for each, count in steps.staleness.items() if int(each) > 4)
-    stale += [f"{many} of 5 and more"] if many else []
+    stale = [f"{bar['count']} of {bar['label']}" for bar in staleness(steps)]
     lines = [
         first,
         _line("closures", ", ".join(counts)),
