@@ -57,8 +57,8 @@ def again(store: ShardStore, ledger: Ledger | None = None) -> Loaded:
 
 def apply(store: ShardStore, key: tuple[int, int], value: float, optimizer: int = 1) -> None:
     shard = store.spec(key)
-    grad = np.full(shard.shape, value, dtype_of(shard.dtype))
-    for _ in store.apply(optimizer, key, grad, store.begin_push(optimizer, 0)):
+    grad = store.check_apply(optimizer, key, np.full(shard.shape, value, dtype_of(shard.dtype)))
+    for _ in store.apply_checked(optimizer, key, grad, store.begin_push(optimizer, 0)):
         pass
 
 
