@@ -245,10 +245,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         step = as_integer(local_step)
         if step is None:
             raise self._refused(f"expected an integer scalar as local_step, got {local_step!r}")
-        try:
-            return step, check_weight(weight)
-        except ValueMismatchError as exc:
-            raise self._refused(exc.message) from None
+        return step, check_weight(weight, self)
 
     def as_required(self, num_required: object) -> int:
         """Return a number of gradients to wait for, or raise ConfigurationError."""

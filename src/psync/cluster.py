@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from psync.errors import ConfigurationError, check_fits
+from psync.errors import ConfigurationError, check_fits, naming
 
 MAX_TASKS = 1 << 20
 """Above any real task index; a typing error must not become a list of that length."""
@@ -299,10 +299,8 @@ def _checked_index(job: str, key: object) -> int:
 def _checked_address(name: str, address: object) -> str:
     if not isinstance(address, str):
         raise TypeError(f"{name}: an address is a str, got {reprlib.repr(address)}")
-    try:
+    with naming(name):
         host, port = split_address(address)
-    except ConfigurationError as exc:
-        raise ConfigurationError(f"{name}: {exc.message}", hint=exc.hint) from None
     if not host or port == 0:
         raise ConfigurationError(
             f"{name}: address {address!r} has no {'port' if host else 'host'} that the other tasks "
@@ -384,10 +382,8 @@ def validate_for_training(
             f"{source}: expected a task type (str) and a task index (int), or None, got "
             f"{task_type!r} and {task_id!r}"
         )
-    try:
+    with naming(f"{source}: cluster"):
         jobs = with_chief(spec).as_dict()
-    except ConfigurationError as exc:
-        raise ConfigurationError(f"{source}: cluster: {exc.message}") from None
     if not jobs:
         raise ConfigurationError(
             f"{source}: cluster is missing or empty",

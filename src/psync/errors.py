@@ -132,6 +132,15 @@ def os_errors(what: str, hint: str | None = None) -> Iterator[None]:
         raise ConfigurationError(f"{what}: {exc.strerror or exc}", hint=hint) from exc
 
 
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Return a context in which the message of a UsageError begins with what it is about."""
+    try:
+        yield
+    except UsageError as exc:
+        raise type(exc)(f"{what}: {exc.message}", hint=exc.hint) from None
+
+
 class DuplicateTaskError(ConfigurationError, KeyError):
     """Two descriptions of one cluster give the same task."""
 

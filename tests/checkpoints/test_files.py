@@ -544,7 +544,7 @@ def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: i
 def value_of(path: Path) -> float:
     """What the second ps held of w."""
     snapshot = stored_snapshots(path)[1]
-    made = Loaded(snapshot.state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
+    made = Loaded(snapshot.state, ShardStore("/job:ps/task:1"), Ledger())
     read_items(snapshot.file, made, snapshot.places)
     return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
 

@@ -236,8 +236,8 @@ def snapshots(pushes: int = 1) -> list[SnapshotState]:
             store.create(spec, value)
         for step in range(pushes + ps):
             spec = specs[0]
-            grad = np.ones(spec.shape, np.float32)
-            for _ in store.apply(7, spec.key, grad, store.begin_push(7, step)):
+            grad = store.check_apply(7, spec.key, np.ones(spec.shape, np.float32))
+            for _ in store.apply_checked(7, spec.key, grad, store.begin_push(7, step)):
                 pass
         made.append(freeze(store, NOTHING).state)
     return made

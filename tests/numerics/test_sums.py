@@ -86,7 +86,9 @@ class TestWeights:
     def test_nothing_else_is_one(self, weight: object) -> None:
         with pytest.raises(ValueMismatchError) as info:
             check_weight(weight)
-        assert str(info.value) == f"expected a weight from 1e-30 to 1e+30, got {weight!r}"
+        assert (
+            str(info.value) == f"a gradient: expected a weight from 1e-30 to 1e+30, got {weight!r}"
+        )
 
 
 class TestDenseSum:
@@ -152,7 +154,7 @@ class TestDenseSum:
         [
             (np.ones(1, F32), 1.0, "shape mismatch: expected (2,), got (1,)"),
             (np.ones((1, 2), F32), 1.0, "shape mismatch: expected (2,), got (1, 2)"),
-            (np.ones(2, F32), 0.0, "expected a weight from 1e-30 to 1e+30, got 0.0"),
+            (np.ones(2, F32), 0.0, "a gradient: expected a weight from 1e-30 to 1e+30, got 0.0"),
         ],
     )
     def test_what_does_not_fit_leaves_it_as_it_was(
@@ -207,7 +209,7 @@ class TestSparseSum:
             ((2,), (2, 4), 1.0, "shape mismatch: expected (2, 3), got (2, 4)"),
             ((2,), (1, 3), 1.0, "shape mismatch: expected (2, 3), got (1, 3)"),
             ((1, 2), (2, 3), 1.0, "expected a vector of indices, got shape (1, 2)"),
-            ((2,), (2, 3), -1, "expected a weight from 1e-30 to 1e+30, got -1"),
+            ((2,), (2, 3), -1, "a gradient: expected a weight from 1e-30 to 1e+30, got -1"),
         ],
     )
     def test_what_does_not_fit_leaves_it_as_it_was(
@@ -435,7 +437,8 @@ class TestApplyMean:
         for step, weights in enumerate([(1.0, 1.0), (1.0, 2.5, 0.3), (1.0,)]):
             gradients = [numbers(size, dtype, 10 * step + i) for i in range(len(weights))]
             run(store.apply_checked(0, KEY, store.mean_of(gradients, weights), step))
-            run(expected.apply(0, KEY, mean_of(gradients, weights), step))
+            mean = expected.check_apply(0, KEY, mean_of(gradients, weights))
+            run(expected.apply_checked(0, KEY, mean, step))
         assert same_bits(value(store), value(expected))
         for name in rule.slot_names():
             assert b"".join(store.read_slot(KEY, 0, name)) == b"".join(

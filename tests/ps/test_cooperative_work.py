@@ -126,7 +126,8 @@ def updates() -> Iterator[Callable[[ShardStore], Work]]:
 
     def push(store: ShardStore, number: int, seed: int) -> Work:
         store.define_optimizer(number, each[number].to_config())
-        return store.apply(number, LARGE, gradient(seed), store.begin_push(number, 0))
+        grad = store.check_apply(number, LARGE, gradient(seed))
+        return store.apply_checked(number, LARGE, grad, store.begin_push(number, 0))
 
     def mean(store: ShardStore) -> Work:
         given = store.mean_of([gradient(2), gradient(3)], [1, 2], scale=0.5)
@@ -153,7 +154,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
 
 def sgd(ps: Ps) -> Work:
     ps.store.define_optimizer(1, SGD(1.0).to_config())
-    return ps.store.apply(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
+    return ps.store.apply_checked(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
 
 
 async def test_work_that_is_cancelled_while_threads_compute_is_done_at_once(

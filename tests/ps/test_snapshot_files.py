@@ -22,10 +22,6 @@ T = ShardSpec("t", 2, 0, 0, (1000, 1000, 1000), "float32", 0)  # constant
 ITEMS = [(1, "v"), (0, "w")]
 
 
-def pack(answer: object) -> bytes | None:
-    return None
-
-
 @pytest.fixture
 def frozen() -> Frozen:
     store = ShardStore("/job:ps/task:0")
@@ -36,7 +32,7 @@ def frozen() -> Frozen:
 
 
 def loaded(frozen: Frozen) -> Loaded:
-    return Loaded(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
+    return Loaded(frozen.state, ShardStore("/job:ps/task:0"), Ledger())
 
 
 def written(path: Path, frozen: Frozen) -> list[Place]:

@@ -30,7 +30,7 @@ def store_of(*names: str) -> ShardStore:
 
 def push(store: ShardStore, number: int, optimizer: int = 1) -> None:
     step = store.begin_push(optimizer, 0)
-    for _ in store.apply(optimizer, (number, 0), np.ones(2, np.float32), step):
+    for _ in store.apply_checked(optimizer, (number, 0), np.ones(2, np.float32), step):
         pass
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from msgspec import msgpack
 
 from psync.errors import FencedError, UsageError
-from psync.store.ledger import STEP, AlreadyApplied, Duplicate, Fresh, Ledger, Ticket, Verdict
+from psync.store.ledger import Ledger, Ticket
 from psync.store.snapshot_state import NOTHING, SenderState
 from psync.wire.closure_numbers import numbered
 
@@ -28,20 +28,23 @@ def judge(
     ledger: Ledger, client: tuple[str, int] = W0, sequence: int = 0, *,
     acked: int = 0, closure: int | None = 5, ordinal: int = 0, variable_set: Any = SET,
     spread: Any = (), arrived: bool = False,
-) -> Verdict:  # fmt: skip
+) -> Ticket:  # fmt: skip
     names = ("w", "b")
     return ledger.judge(
         client, sequence, acked, closure, ordinal, variable_set, names, spread, arrived=arrived
     )
 
 
-def fresh(verdict: Verdict) -> Ticket:
-    assert isinstance(verdict, Fresh)
-    return verdict
+def fresh(ticket: Ticket) -> Ticket:
+    assert ticket.first
+    assert not ticket.recorded
+    return ticket
 
 
-def apply(ledger: Ledger, *args: Any, answer: object = "accepted", **kwargs: Any) -> None:
-    ledger.record(fresh(judge(ledger, *args, **kwargs)), answer)
+def apply(ledger: Ledger, *args: Any, answer: object = "accepted", **kwargs: Any) -> Ticket:
+    ticket = fresh(judge(ledger, *args, **kwargs))
+    ledger.record(ticket, answer)
+    return ticket
 
 
 def acknowledge(ledger: Ledger, client: tuple[str, int], below: int) -> None:
@@ -120,7 +123,7 @@ class Updates(RuleBasedStateMachine):
         client, sequence, closure, ordinal = message
         acked_below = self.acked_below(client)
         try:
-            verdict = self.ledger.judge(client, sequence, acked_below, closure, ordinal, SET)
+            ticket = self.ledger.judge(client, sequence, acked_below, closure, ordinal, SET)
         except FencedError:
             assert client[1] < self.incarnations[client[0]]
             return
@@ -128,18 +131,18 @@ class Updates(RuleBasedStateMachine):
             assert sequence < acked_below
             return
         assert client[1] == self.incarnations[client[0]]
-        if isinstance(verdict, Duplicate):
-            assert verdict.answer in (f"accepted {message}", f"duplicate {message}")
-        elif isinstance(verdict, AlreadyApplied):
+        if ticket.recorded:
+            assert ticket.answer in (f"accepted {message}", f"duplicate {message}")
+        elif not ticket.first:
             assert closure is not None
             assert closure < self.final_below or self.calls_applied[closure, ordinal] == 1
-            self.ledger.record(verdict, f"duplicate {message}")
+            self.ledger.record(ticket, f"duplicate {message}")
         elif refused:
             self.ledger.refuse(client, sequence)
             assert self.ledger.is_settled(client, sequence)
             return
         else:
-            self.apply(message, verdict)
+            self.apply(message, ticket)
         assert self.ledger.is_settled(client, sequence)
         if heard:  # else the client sends again
             self.answered.add(message)
@@ -193,9 +196,9 @@ TestUpdates.settings = settings(max_examples=150, stateful_step_count=40, deadli
 def test_statistics_count_verdicts_and_sizes(ledger: Ledger) -> None:
     apply(ledger)
     judge(ledger)
-    verdict = judge(ledger, W1)
-    assert isinstance(verdict, AlreadyApplied)
-    ledger.record(verdict, "duplicate")
+    ticket = judge(ledger, W1)
+    assert not ticket.first
+    ledger.record(ticket, "duplicate")
     judge(ledger, W1, 1, closure=None)
     ledger.refuse(W1, 1)
     fenced: list[tuple[str, int]] = []
@@ -262,14 +265,14 @@ def test_what_may_come_again_is_remembered_and_its_run_before_is_refused(ledger:
     for each in (ledger, copy_of(ledger)):
         assert each.statistics()["calls"] == 1
         late = judge(each, W1, 0, closure=3, ordinal=7)
-        assert isinstance(late, AlreadyApplied)
+        assert not late.first
         each.record(late, "duplicate")
         again = numbered(3, 1)
-        assert isinstance(judge(each, W1, 1, closure=again), AlreadyApplied)
+        assert not judge(each, W1, 1, closure=again).first
         apply(each, W1, 2, closure=again, ordinal=7)
         each.final_below(9, [])
         assert each.statistics()["calls"] == 0
-        assert isinstance(judge(each, W1, 3, closure=again, ordinal=8), AlreadyApplied)
+        assert not judge(each, W1, 3, closure=again, ordinal=8).first
 
 
 class TestArrivals:
@@ -278,15 +281,15 @@ class TestArrivals:
     def test_it_is_judged_by_its_call(self, ledger: Ledger) -> None:
         ledger.fence(W0[0], 22)
         apply(ledger, arrived=True)
-        assert isinstance(judge(ledger, arrived=True), AlreadyApplied)  # it came twice
-        assert isinstance(judge(ledger, W1), AlreadyApplied)  # the closure runs again
+        assert not judge(ledger, arrived=True).first  # it came twice
+        assert not judge(ledger, W1).first  # the closure runs again
         assert not ledger.knows(W0, 0)
         assert not ledger.knows(NEXT, 0)
 
     def test_it_counts_no_more_when_its_closure_is_final(self, ledger: Ledger) -> None:
         ledger.fence(W0[0], 22)
         ledger.final_below(6)
-        assert isinstance(judge(ledger, arrived=True), AlreadyApplied)
+        assert not judge(ledger, arrived=True).first
 
     @pytest.mark.promise("updates.outside-closures")
     def test_one_of_no_closure_is_refused(self, ledger: Ledger) -> None:
@@ -299,7 +302,7 @@ class TestArrivals:
         for closure, sequence in ((5, 1), (None, 2)):
             apply(ledger, W0, sequence, closure=closure, arrived=True)
             again = judge(ledger, W0, sequence, closure=closure, arrived=True)
-            assert again == Duplicate("accepted")
+            assert again.answer == "accepted"
         with pytest.raises(FencedError):
             judge(ledger, W0, 3)
 
@@ -340,30 +343,33 @@ class TestFailures:
     def test_a_message_and_its_call_are_answered_so_until_they_are_forgotten(
         self, ledger: Ledger
     ) -> None:
-        apply(ledger)
+        ticket = apply(ledger)
         before = control(ledger)
-        ledger.note_failure(W0, 0, (5, 0), b"failed")
-        ledger.note_failure((STEP, 3), 7, None, b"too")
+        ticket.failure = b"failed"
+        ledger.step_failures[3, 7] = b"too"
         assert control(ledger) == before, "no digest knows of it"
         for each in (ledger, copy_of(ledger)):
-            assert judge(each) == Duplicate("accepted"), "no verdict knows of it"
-            assert each.failure_of(W0, 0, (5, 0)) == each.failure_of(W1, 9, (5, 0)) == b"failed"
-            assert each.failure_of(W1, 9, (5, 1)) is each.failure_of(W1, 0, None) is None
+            assert judge(each).answer == "accepted", "no verdict knows of it"
+            other_run = judge(each, W1, 9)
+            assert each.failure_of(judge(each)) == each.failure_of(other_run) == b"failed"
+            for other in (judge(each, W1, 9, ordinal=1), judge(each, W1, 9, closure=None)):
+                assert each.failure_of(other) is None
             acknowledge(each, W0, 1)
-            assert each.failure_of(W0, 0, None) is None
-            assert each.failure_of(W0, 0, (5, 0)) == b"failed"
+            assert each.failure_of(other_run) == b"failed"
             each.final_below(6)
-            assert each.failure_of(W0, 0, (5, 0)) is None
-            assert each.failure_of((STEP, 3), 7, None) == b"too", "that of a step stays"
-            assert each.failure_of((STEP, 3), 8, None) is None
-        assert Ledger().failure_of(W0, 0, None) is None
+            assert each.failure_of(other_run) is None
+            assert copy_of(each).step_failures == {(3, 7): b"too"}, "that of a step stays"
+
+    def test_that_of_an_update_that_a_snapshot_does_not_know_is_left_out(self) -> None:
+        state = replace(NOTHING, failures=((*W0, 0, b"failed"), ("a call", 5, 0, b"failed")))
+        Ledger().restore(state, bytes.decode)
 
     def test_it_is_forgotten_with_a_client_that_is_fenced(self, ledger: Ledger) -> None:
-        apply(ledger)
+        ticket = apply(ledger)
         ledger.fence(*NEXT)
-        ledger.note_failure(W0, 0, (5, 0), b"failed")  # as late as the arrays
-        assert ledger.failure_of(W0, 0, None) is None
-        assert ledger.failure_of(NEXT, 0, (5, 0)) == b"failed"
+        ticket.failure = b"failed"  # as late as the arrays
+        assert [each[0] for each in ledger.snapshot(pack).failures] == ["a call"]
+        assert ledger.failure_of(judge(ledger, NEXT)) == b"failed"
 
 
 # --- snapshots -------------------------------------------------------------------------------
@@ -397,13 +403,13 @@ def test_updates_of_accumulators_are_left_out_and_had_apart(ledger: Ledger) -> N
     answers = (1, (6, 0), b"7"), (2, None, b"8")
     assert states == ((SenderState(*W0, 0, answers),), [(6, 0, GRADIENT, "w")])
     copy = copy_of(ledger)
-    assert isinstance(judge(copy, sequence=1, closure=6, variable_set=GRADIENT), Fresh)
-    assert isinstance(judge(copy, sequence=2, closure=None), Fresh)
+    fresh(judge(copy, sequence=1, closure=6, variable_set=GRADIENT))
+    fresh(judge(copy, sequence=2, closure=None))
     copy.note_gradients(*states, int)
-    assert judge(copy) == Duplicate("a push")
-    assert judge(copy, sequence=1, closure=6, variable_set=GRADIENT) == Duplicate(7)
-    assert judge(copy, sequence=2, closure=None, variable_set=GRADIENT) == Duplicate(8)
-    assert isinstance(judge(copy, W1, closure=6, variable_set=GRADIENT), AlreadyApplied)
+    assert judge(copy).answer == "a push"
+    assert judge(copy, sequence=1, closure=6, variable_set=GRADIENT).answer == 7
+    assert judge(copy, sequence=2, closure=None, variable_set=GRADIENT).answer == 8
+    assert not judge(copy, W1, closure=6, variable_set=GRADIENT).first
     with pytest.raises(UsageError, match="updates other variables"):
         judge(copy, W1, 1, closure=6)
 

@@ -13,10 +13,11 @@ from psync.numerics.memory import BLOCK_BYTES, bytes_of
 from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
-from psync.store.ledger import Fresh, Ledger
+from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot_state import SnapshotState, pack_answer
 from psync.store.store import Plan, ShardStore
+from psync.wire.messages import Pushed
 
 PS = "/job:ps/task:0"
 W0 = ("/job:worker/task:0", 21)
@@ -33,20 +34,12 @@ V = spec("v", 1, LARGE)
 T = spec("table", 2, (8_000_000, 64))
 
 
-def pack(answer: object) -> bytes:
-    return str(answer).encode()
-
-
-def unpack(data: bytes) -> object:
-    return data.decode()
-
-
 def frozen(store: ShardStore, ledger: Ledger | None = None, **kwargs: Any) -> Frozen:
-    return freeze(store, dataclasses.replace((ledger or Ledger()).snapshot(pack), **kwargs))
+    return freeze(store, dataclasses.replace((ledger or Ledger()).snapshot(pack_answer), **kwargs))
 
 
 def loaded(state: SnapshotState) -> Loaded:
-    return Loaded(state, ShardStore(PS), Ledger(20), unpack)
+    return Loaded(state, ShardStore(PS), Ledger(20))
 
 
 def fill(target: Loaded, source: Frozen) -> None:
@@ -64,8 +57,8 @@ def again(store: ShardStore, ledger: Ledger | None = None) -> Loaded:
 
 def apply(store: ShardStore, key: tuple[int, int], value: float, optimizer: int = 1) -> None:
     shard = store.spec(key)
-    grad = np.full(shard.shape, value, dtype_of(shard.dtype))
-    for _ in store.apply(optimizer, key, grad, store.begin_push(optimizer, 0)):
+    grad = store.check_apply(optimizer, key, np.full(shard.shape, value, dtype_of(shard.dtype)))
+    for _ in store.apply_checked(optimizer, key, grad, store.begin_push(optimizer, 0)):
         pass
 
 
@@ -177,11 +170,10 @@ class TestWhatIsKept:
 
     def test_the_ledger(self, store: ShardStore) -> None:
         ledger = Ledger(20)
-        verdict = ledger.judge(W0, 0, 0, 5, 0, 77, ("w",))
-        assert isinstance(verdict, Fresh)
-        ledger.record(verdict, "accepted")
+        answer = Pushed("accepted", 3)
+        ledger.record(ledger.judge(W0, 0, 0, 5, 0, 77, ("w",)), answer)
         made = again(store, ledger)
-        assert made.ledger.judge(W0, 0, 0, 5, 0, 77).answer == "accepted"  # type: ignore[union-attr]
+        assert made.ledger.judge(W0, 0, 0, 5, 0, 77).answer == answer
         assert [call[0] for call in made.state.calls] == [5]
 
     def test_iterations_count_updates(self, store: ShardStore) -> None:

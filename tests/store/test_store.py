@@ -94,7 +94,7 @@ def push(
     store: ShardStore, grad: Any, key: tuple[int, int] = KEY, optimizer: int = 0
 ) -> RuleError | None:
     step = store.begin_push(optimizer)
-    run(store.apply(optimizer, key, grad, step))
+    run(store.apply_checked(optimizer, key, store.check_apply(optimizer, key, grad), step))
     return store.take_failure(optimizer, step)
 
 
@@ -172,7 +172,7 @@ def read(store: ShardStore, place: tuple[Any, ...]) -> list[memoryview]:
 def through_bytes(store: ShardStore) -> ShardStore:
     frozen = freeze(store, NOTHING)
     state = SnapshotState.from_bytes(frozen.state.to_bytes(), "here")
-    loaded = Loaded(state, ShardStore(TASK), Ledger(), lambda data: data)
+    loaded = Loaded(state, ShardStore(TASK), Ledger())
     for place in list(loaded.wanted):
         whole = b"".join(frozen.views(place))
         list(loaded.write(place, 0, memoryview(whole)))
@@ -319,7 +319,7 @@ def test_every_rule_gives_the_same_bits_however_its_shards_are_pushed(
             0, Plan(keys), Means([adjacent(grads)], [1.0]) if step % 2 else grads, step
         )
         for key, grad in zip(keys, grads, strict=True):
-            run(stores[1].apply(0, key, grad, step))
+            run(stores[1].apply_checked(0, key, stores[1].check_apply(0, key, grad), step))
         contents = [
             [read(store, place) for key in keys for place in
              (key, *((*key, 0, slot) for slot in RULES[name].slot_names()))]
@@ -554,9 +554,9 @@ REFUSED: list[tuple[Callable[[ShardStore], object], type[PsyncError], str]] = [
      f'{WHERE}expected shape (64, 10) float32, as "w/part_0" has, got shape (10, 64) float32'),
     (lambda s: s.copy(spec_of((3,)), KEY), PartitionError, "already exists"),
     (lambda s: s.read((9, 0)), UnknownVariableError, f"{TASK} holds no shard 0 of variable 9"),
-    (lambda s: s.apply(0, (0, 3), b"", 0), UnknownVariableError, 'shard 3 of variable 0 ("w")'),
+    (lambda s: s.check_apply(0, (0, 3), b""), UnknownVariableError, 'shard 3 of variable 0 ("w")'),
     (lambda s: s.begin_push(4), UsageError, f"optimizer 4 is not defined on {TASK}"),
-    (lambda s: s.apply(4, KEY, bytes(2560), 0), UsageError, "optimizer 4 is not defined"),
+    (lambda s: s.check_apply(4, KEY, bytes(2560)), UsageError, "optimizer 4 is not defined"),
     (lambda s: s.read_slot(KEY, 4, "m"), UsageError, "optimizer 4 is not defined"),
     (lambda s: s.check_apply_rows(4, KEY), UsageError, "optimizer 4 is not defined"),
     (lambda s: s.read_slot(KEY, 0, "m"), UsageError,
@@ -568,7 +568,7 @@ REFUSED: list[tuple[Callable[[ShardStore], object], type[PsyncError], str]] = [
     (lambda s: s.assign(KEY, "mul", bytes(2560)), UsageError,  # type: ignore[arg-type]
      f"{WHERE}unknown operation 'mul'"),
     (lambda s: s.check_scatter(KEY, "xor"), UsageError, f"{WHERE}unknown operation"),
-    (lambda s: s.apply(0, KEY, bytes(1280), 0), ValueMismatchError,
+    (lambda s: s.check_apply(0, KEY, bytes(1280)), ValueMismatchError,
      f"{WHERE}expected shape (64, 10) float32 (2560 bytes), got 1280 bytes"),
     (lambda s: s.assign(KEY, "add", np.ones((64, 5), np.float32)), ValueMismatchError,
      "(2560 bytes), got shape (64, 5) float32"),
@@ -610,7 +610,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 def test_only_floating_shards_are_optimized_or_averaged(dtype: str) -> None:
     store = store_of((2,), dtype, Adam())
     for call in (
-        lambda: store.apply(0, KEY, bytes(store.spec(KEY).nbytes), 0),
+        lambda: store.check_apply(0, KEY, bytes(store.spec(KEY).nbytes)),
         lambda: store.read_slot(KEY, 0, "m"),
         lambda: store.check_apply_rows(0, KEY),
     ):
@@ -649,7 +649,7 @@ def some_work(store: ShardStore, what: str) -> Work:
     if what == "assign":
         return store.assign(KEY, "add", whole)
     if what == "push":
-        return store.apply(0, KEY, -whole, 0)
+        return store.apply_checked(0, KEY, store.check_apply(0, KEY, -whole), 0)
     return scatter(store, "add", np.arange(len(whole)), whole)
 
 
@@ -696,7 +696,7 @@ def test_a_slot_is_what_it_is_set_to() -> None:
 def test_blocks_of_a_push_that_are_computed_elsewhere_have_the_same_bits(rule: UpdateRule) -> None:
     shape = (9 * BLOCK_ELEMENTS,)
     stores = [store_of(shape, "float32", rule, value=drawn(1, shape)) for _ in range(2)]
-    works = [store.apply(0, KEY, drawn(2, shape), 0) for store in stores]
+    works = [store.apply_checked(0, KEY, drawn(2, shape), 0) for store in stores]
     work, handed_out = works[0], 0
     assert isinstance(work, ShardWork)
     for _ in works[0]:
@@ -876,9 +876,9 @@ def test_to_measure_changes_nothing_and_tells_what_is_applied(steps: int | None)
     store = store_of(LARGE, "float32", rule, fill=1)
     assert store.rule(0).takes_norms
     grad, count = np.ones(LARGE, np.float32), float(np.prod(LARGE))
-    if steps:
-        run(store.apply(0, KEY, grad, 0))
     given = store.check_apply(0, KEY, grad)
+    if steps:
+        run(store.apply_checked(0, KEY, given, 0))
     sums: list[Sums] = []
     mean = store.mean_of([given * n for n in (1, 3)], [1.0, 1.0], scale=0.5)
     for gradient in (given, mean):

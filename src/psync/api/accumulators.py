@@ -285,8 +285,8 @@ class ConditionalAccumulator(AccumulatorHandle):
         Raises:
             ValueMismatchError: The gradient was not added. Its dtype does not match, or cannot hold
                 a number; its shape does not match (checked here if the accumulator was declared
-                with a shape); the step is not an integer; the weight is not within
-                ``sums.WEIGHTS``; or a gradient that is not stale has forbidden infinities or NaN.
+                with a shape); the step is not an integer; the weight is not from 1e-30 to
+                1e30; or a gradient that is not stale has forbidden infinities or NaN.
             UsageError: Neither in a step nor within a running coordinator.
             ClosureCancelled: The step was cancelled.
             ParameterServerLost: The ps is lost.

@@ -31,7 +31,6 @@ from psync.errors import (
     ClosedError,
     ConfigurationError,
     UsageError,
-    ValueMismatchError,
     check_fits,
 )
 from psync.net.shielding import first_of
@@ -128,10 +127,7 @@ def checked_weight(weight: object) -> float:
     Raises:
         ConfigurationError, ValueMismatchError: It is not a valid weight.
     """
-    try:
-        return check_weight(as_number("apply_gradients: weight", weight))
-    except ValueMismatchError as exc:
-        raise ValueMismatchError(f"apply_gradients: {exc.message}") from None
+    return check_weight(as_number("apply_gradients: weight", weight), "apply_gradients")
 
 
 def checked_step(operation: str, variable: object) -> Variable:

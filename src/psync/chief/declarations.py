@@ -23,7 +23,7 @@ import numpy as np
 from psync.client.link import all_of, ask
 from psync.client.ps import PsClient
 from psync.client.tensors import array_of, is_tensor
-from psync.errors import PartitionError, UsageError
+from psync.errors import PartitionError, UsageError, naming
 from psync.numerics.casting import overflow
 from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
@@ -335,10 +335,8 @@ def check_name(name: object, where: str) -> None:
 
 
 def _dtype_name(dtype: object, subject: str) -> str:
-    try:
+    with naming(subject):
         return dtype_name(dtype)
-    except PartitionError as exc:
-        raise PartitionError(f"{subject}: {exc.message}", hint=exc.hint) from None
 
 
 def _subject(name: str, where: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import NoReturn
 
 from psync.cluster import MAX_TASKS, ClusterSpec
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, naming
 from psync.integrations.launchers import jobs_of, port_of
 from psync.net.resolvers import ClusterResolver
 
@@ -94,10 +94,8 @@ class SlurmClusterResolver(ClusterResolver):
         addresses: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
         for (job, _), (node, number) in zip(tasks, places, strict=True):
             addresses[job].append(f"{node}:{port_base + number}")
-        try:
+        with naming(self.source):
             self._cluster_spec = ClusterSpec(addresses)
-        except ConfigurationError as exc:
-            raise ConfigurationError(f"{self.source}: {exc.message}", hint=exc.hint) from None
         self._rpc_layer = rpc_layer
         gpus = _gpus(gpus_per_node, gpus_per_task, max(nodes.values()))
         self._num_accelerators = {"GPU": gpus} if gpus else {}

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from psync.cluster import ClusterSpec, validate_for_training, with_chief
-from psync.errors import ConfigurationError, DuplicateTaskError
+from psync.errors import ConfigurationError, DuplicateTaskError, naming
 
 T = TypeVar("T")
 
@@ -286,9 +286,8 @@ class TFConfigClusterResolver(ClusterResolver):
                 hint='list all tasks as "cluster"; in a TFJob leave out enableDynamicWorker',
             )
         try:
-            return with_chief(ClusterSpec(cluster))
-        except ConfigurationError as exc:
-            raise ConfigurationError(f"TF_CONFIG: cluster: {exc.message}", hint=exc.hint) from None
+            with naming("TF_CONFIG: cluster"):
+                return with_chief(ClusterSpec(cluster))
         except TypeError as exc:
             raise ConfigurationError(f"TF_CONFIG: cluster: {exc}") from None
 
@@ -415,10 +414,8 @@ class UnionClusterResolver(ClusterResolver):
         for jobs in descriptions:
             for job, tasks in jobs.items():
                 merged[job] = _merged(job, merged[job], tasks) if job in merged else tasks
-        try:
+        with naming(self.source):
             return ClusterSpec(merged)
-        except ConfigurationError as exc:
-            raise ConfigurationError(f"{self.source}: {exc.message}", hint=exc.hint) from None
 
     def _said(self, answer: str) -> Any:
         return getattr(self._resolvers[0], answer)

@@ -32,7 +32,7 @@ from typing import Any
 
 from msgspec import msgpack
 
-from psync.errors import ConfigurationError, PsyncError
+from psync.errors import PsyncError, os_errors
 from psync.net.connection import Connection, Request, Tap
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, random_hex
@@ -375,13 +375,9 @@ async def tracing(
 
 def _draft(path: Path) -> Path:
     """Create an empty file, mode 600, beside ``path``. Raises ConfigurationError."""
-    try:
+    with os_errors(f"{path}: a trace cannot be written there"):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
         os.close(fd)
-    except OSError as exc:
-        raise ConfigurationError(
-            f"{path}: a trace cannot be written there: {exc.strerror}"
-        ) from exc
     return Path(draft)

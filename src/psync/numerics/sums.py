@@ -39,7 +39,7 @@ INDEX_COST = 64
 
 Reduction = Literal["mean", "sum"]
 
-WEIGHTS = (1e-30, 1e30)
+LIGHTEST, HEAVIEST = 1e-30, 1e30
 """Smallest and largest weight: sums of them stay within the range of float32."""
 
 
@@ -116,16 +116,20 @@ def finish(
         np.copyto(out, total, casting="same_kind")
 
 
-def check_weight(weight: object) -> float:
+def check_weight(weight: object, what: object = "a gradient") -> float:
     """Return the weight of a gradient as a float.
 
+    Args:
+        weight: The weight.
+        what: Begins the message of an error.
+
     Raises:
-        ValueMismatchError: If it is not a number within ``WEIGHTS``.
+        ValueMismatchError: If it is not a number from ``LIGHTEST`` to ``HEAVIEST``.
     """
-    low, high = WEIGHTS
     number = float(weight) if isinstance(weight, numbers.Real) else math.nan
-    if not low <= number <= high:
-        raise ValueMismatchError(f"expected a weight from {low:g} to {high:g}, got {weight!r}")
+    if not LIGHTEST <= number <= HEAVIEST:
+        expected = f"expected a weight from {LIGHTEST:g} to {HEAVIEST:g}"
+        raise ValueMismatchError(f"{what}: {expected}, got {weight!r}")
     return number
 
 

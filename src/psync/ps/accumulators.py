@@ -77,7 +77,7 @@ from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import Executor, nobodys
 from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
-from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
+from psync.store.ledger import Client, Ledger, Ticket
 from psync.store.snapshot_state import NOTHING, SenderState, unpack
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
@@ -307,29 +307,27 @@ class Accumulators:
         closure = message.closure if message.closure >= 0 else None
         what = f"{'step' if message.shape is None else 'gradient'} of {message.accumulator}"
         try:
-            verdict = self._ledger.judge(
+            ticket = self._ledger.judge(
                 client, message.sequence, message.acked_below, closure, message.ordinal,
                 what.encode(), (message.accumulator,),
             )  # fmt: skip
-            if not isinstance(verdict, Fresh):
+            if ticket.recorded or not ticket.first:
                 pass
             elif message.shape is not None:
-                return self._offer(request, message.shape, hosted, verdict, nonfinite)
+                return self._offer(request, message.shape, hosted, ticket, nonfinite)
             else:
                 warning = hosted.rule.set_global_step(message.step)
                 if warning is not None:
                     logger.warning("%s: %s", self._task, warning)
-                request.answer(self._ledger.record(verdict, hosted.state("accepted")))
+                request.answer(self._ledger.record(ticket, hosted.state("accepted")))
                 return None
         except Exception:
             self._ledger.refuse(client, message.sequence)
             raise
-        if isinstance(verdict, Duplicate):
-            answer = cast(AccumulatorState, verdict.answer)
-        else:
-            answer = self._ledger.record(verdict, hosted.state("duplicate"))
+        if not ticket.recorded:
+            self._ledger.record(ticket, hosted.state("duplicate"))
         # What it repeats may not be added yet.
-        return Compute([message.accumulator], lambda: request.answer(answer))
+        return Compute([message.accumulator], lambda: request.answer(ticket.answer))
 
     def _offer(
         self,
@@ -377,13 +375,13 @@ class Accumulators:
         client, message = request.peer.client, request.message
         hosted = self._known(client, message.accumulator)
         hosted.rule.as_required(message.num_required)
-        verdict = hosted.takes.judge(client, message.take, message.acked_below, None, 0, 0)
+        ticket = hosted.takes.judge(client, message.take, message.acked_below, None, 0, 0)
         changed = self._acknowledged(hosted, client, message.acked_below)
-        if isinstance(verdict, Fresh):
-            hosted.enter(verdict, message.num_required)
+        if not ticket.recorded:
+            hosted.enter(ticket, message.num_required)
             changed = True
-        elif isinstance(verdict, Duplicate) and verdict.answer is not None:
-            self._settle(hosted, [Ticket(client, message.take, None, True)], verdict.answer)
+        elif ticket.answer is not None:
+            self._settle(hosted, [ticket], ticket.answer)
         return self._serve([hosted]) if changed else None
 
     def _end(self, request: Request[EndTakes]) -> Compute | None:
@@ -520,8 +518,8 @@ class Accumulators:
                     await asyncio.to_thread(np.copyto, piece, bytes_of(data))
             each.restore(takers, arrays)
             for task, incarnation, number, num_required in waiting:
-                verdict = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
-                each.enter(cast(Fresh, verdict), num_required)
+                ticket = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
+                each.enter(ticket, num_required)
         self._ledger.note_gradients(senders, calls, decode)
 
 

@@ -40,7 +40,7 @@ from psync.net.shielding import shielded
 from psync.ps.accumulators import unpack_accumulators
 from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded, settling
-from psync.store.snapshot_state import SnapshotState, unpack_answer
+from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import Text, Whole, read_json, to_json
 from psync.wire.codec import Message
@@ -76,7 +76,7 @@ def load(state: SnapshotState, process: PsTask, task: str, floor: int) -> Loaded
     """
     parts = process.platform.parts
     store, ledger = parts.of(ShardStore)(task, process.pool), parts.of(Ledger)(floor)
-    return Loaded(state, store, ledger, unpack_answer)
+    return Loaded(state, store, ledger)
 
 
 async def fill(loaded: Loaded, message: FillSnapshot, segments: Sequence[memoryview]) -> None:

@@ -13,8 +13,8 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
                same sequence               the recorded answer again, once that is applied
                same call, other run        "duplicate": another run of the closure was first
     applied    shard by shard (``computes``); then the answer leaves. A rule of a user's may raise
-               here: its shard is as it was, the answer is a RuleError, and is noted for those who
-               ask again (``ledger.note_failure``)
+               here: its shard is as it was, the answer is a RuleError, and is noted on its ticket
+               for those who ask again
 
 Creating shards is idempotent, so a lost connection repeats it.
 
@@ -58,7 +58,7 @@ from psync.ps.plans import (
 from psync.ps.pulls import PsPulls
 from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import Call, Client, Duplicate, Ledger
+from psync.store.ledger import Client, Ledger, Ticket
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
@@ -154,13 +154,6 @@ class PsUpdate(msgspec.Struct, eq=False):
     runs: Sequence[slice] = ()  # of shards updated together; (): each by itself
     costs: Sequence[int] = ()  # bytes that each run or shard's update touches
     nbytes: int = 0  # of all, less what shards do not cost that are updated together
-
-    @property
-    def identity(self) -> tuple[Client, int, Call | None]:
-        """Who sent it, its sequence, and its call in a closure: as the ledger knows it."""
-        message = self.message
-        call = None if message.closure < 0 else (message.closure, message.ordinal)
-        return self.client, message.sequence, call
 
     def begin(self, here: int) -> None:
         """Check the whole update before any of it is applied, and draw its step.
@@ -601,16 +594,15 @@ class PsUpdates:
     def _judge(self, update: PsUpdate) -> Compute:
         message, known = update.message, update.known
         try:
-            verdict = self.ledger.judge(
+            ticket = self.ledger.judge(
                 update.client, message.sequence, message.acked_below,
                 message.closure if message.closure >= 0 else None, message.ordinal,
                 known.digest, known.names, message.spread or (), arrived=True,
             )  # fmt: skip
-            if isinstance(verdict, Duplicate):  # the first one may not be applied yet
-                return self._answering(update, cast(Pushed, verdict.answer))
-            if not verdict.first:
-                duplicate = self.ledger.record(verdict, Pushed("duplicate", 0))
-                return self._answering(update, duplicate)
+            if not ticket.first and not ticket.recorded:
+                self.ledger.record(ticket, Pushed("duplicate", 0))
+            if ticket.recorded:
+                return self._answering(update, ticket)
             update.begin(self._index)
         except Exception:
             self.ledger.refuse(update.client, message.sequence)
@@ -626,7 +618,7 @@ class PsUpdates:
         else:
             answer = Pushed("accepted", 0)
             self.assigns += 1
-        self.ledger.record(verdict, answer)
+        self.ledger.record(ticket, answer)
         at_once = update.whole
         if update.runs and known.raised is None:
             at_once = partial(
@@ -635,24 +627,23 @@ class PsUpdates:
                 update.step,
             )  # fmt: skip
         return Compute(
-            known.needed, partial(self._applied, update, answer), update.nbytes, at_once,
+            known.needed, partial(self._applied, update, ticket), update.nbytes, at_once,
             partial(self.work.shard_by_shard, update.costs, update.work),
         )  # fmt: skip
 
-    def _applied(self, update: PsUpdate, answer: Pushed) -> None:
+    def _applied(self, update: PsUpdate, ticket: Ticket) -> None:
         """All shards have it, and nobody was told yet."""
         if self.gate.cut:
             self.gate.wake()
         if self.store.failures and update.is_push:
             failed = self.store.take_failure(update.known.optimizer, update.step)
             if failed is not None:
-                client, sequence, call = update.identity
-                self.ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
+                ticket.failure = encode(failure_of(failed))
                 raise failed
         if update.wanted is None:
-            update.request.answer(answer)
+            update.request.answer(ticket.answer)
         else:
-            self._answer(update, answer)
+            self._answer(update, ticket.answer)
 
     def _answer(self, update: PsUpdate, answer: Pushed) -> None:
         """Answer, with the values that were asked for if no shard is busy."""
@@ -665,13 +656,16 @@ class PsUpdates:
         brought = Pushed(answer.outcome, answer.step, self.pulls.closed.steps, answer.elsewhere)
         update.request.answer(brought, read)
 
-    def _answering(self, update: PsUpdate, answer: Pushed) -> Compute:
-        """Return what answers once the shards are as an earlier update has left them."""
+    def _answering(self, update: PsUpdate, ticket: Ticket) -> Compute:
+        """Return what answers once the shards are as an earlier update has left them.
+
+        That may not be applied yet.
+        """
 
         def done() -> None:
-            failure = self.ledger.failure_of(*update.identity)
+            failure = self.ledger.failure_of(ticket)
             if failure is not None:
                 raise exception_of(cast(Failure, decode(failure)), self.task)
-            self._answer(update, answer)
+            self._answer(update, ticket.answer)
 
         return Compute(update.known.needed, done)

@@ -12,36 +12,36 @@ error is a further run of its closure, too (``wire.closure_numbers``).
     the update                                            verdict
     client's incarnation is older than the one served     FencedError
     (client, sequence) came for another call              UsageError: the client has a bug
-    (client, sequence) is recorded                        Duplicate: its answer again
+    (client, sequence) is recorded                        its ticket: its answer again
     sequence below what the client has acknowledged       UsageError: no answer is waited for
-    closure is None                                       Fresh
+    closure is None                                       a new ticket: apply it
     (closure, ordinal) has another variable set           UsageError: the step is not repeatable
-    (closure, ordinal) is recorded, or closure is final   AlreadyApplied: answer "duplicate"
-    else                                                  Fresh
+    (closure, ordinal) is recorded, or closure is final   a new ticket, not ``first``: answer
+                                                          "duplicate"
+    else                                                  a new ticket: apply it
 
 An update that arrived whole before its client was replaced, and had to wait since, is judged by its
 call alone: other ps tasks may have applied their parts of it. One outside of closures is refused,
 since nobody knows any more whether it was a retry.
 
-Fresh and AlreadyApplied are tickets. In the same turn ``record`` notes the answer that the
-update gets; of one that is refused nothing is recorded, and it has changed nothing, so its retry is
-judged again. The answer is recorded when it is known, which is before the arrays are changed: the
-answer to a repetition waits for these as the first one does (``ps.computes``).
+In the same turn ``record`` notes the answer that the update of a new ticket gets; of one that is
+refused nothing is recorded, and it has changed nothing, so its retry is judged again. The answer is
+recorded when it is known, which is before the arrays are changed: the answer to a repetition waits
+for these as the first one does (``ps.computes``).
 
-A rule of a user's may raise while the arrays are changed. What it raised is noted beside the record
-(``note_failure``), as the answer to a repetition of the message, and to the same call of another
-run. No verdict depends on it, and no digest: it is known as late as the arrays are.
+A rule of a user's may raise while the arrays are changed. What it raised is noted on the ticket, as
+the answer to a repetition of the message, and to the same call of another run (``failure_of``). No
+verdict depends on it, and no digest: it is known as late as the arrays are.
 
 Nothing is forgotten because a cache is full. Answers go when their client says that it has
 them (``acked_below``) or is fenced; calls go when the coordinator says that their closures are
 final, and not kept. What remains is one small record per task that ever sent an update.
 
-A ledger that ``restore`` has made of the ``snapshot`` of another one gives the same verdicts:
-Duplicate to a message that was answered, with that answer; AlreadyApplied to the call of another
-run. Updates of conditional accumulators are left out, since snapshots omit the contents of these: a
-closure that runs again accumulates again. A backup, which has the contents, gets these updates by
-``gradients``. The other parts of an update (``others``) are left out too: a cut has all of them or
-none. Counters start at 0.
+A ledger that ``restore`` has made of the ``snapshot`` of another one gives the same verdicts: to a
+message that was answered, and to the call of another run. Updates of conditional accumulators are
+left out, since snapshots omit the contents of these: a closure that runs again accumulates again. A
+backup, which has the contents, gets these updates by ``gradients``. The other parts of an update
+(``others``) are left out too: a cut has all of them or none. Counters start at 0.
 """
 
 from __future__ import annotations
@@ -62,15 +62,13 @@ Call = tuple[int, int]
 """Closure and the ordinal of the call within it."""
 
 STEP = "a synchronous step"
-"""In place of a task, of what was closed: (STEP, number of the group)."""
+"""In place of a task, in a snapshot: the failure is that of (STEP, group, step)."""
 
 CALL = "a call"
+"""Likewise: that of (CALL, closure, ordinal)."""
 
 GradientCall = tuple[int, int, bytes, str]
 """That a conditional accumulator has counted: (closure, ordinal, what was called, accumulator)."""
-
-FailureKey = tuple[str, int, int]
-"""(task, incarnation, sequence) of a message; (STEP, group, step); (CALL, closure, ordinal)."""
 
 A = TypeVar("A")
 
@@ -82,38 +80,20 @@ class Ticket:
     client: Client
     sequence: int
     call: Call | None  # None outside of closures
-    first: bool  # whether it is this update that is applied for ``call``
+    first: bool  # apply it: no other run of its closure was first
     variable_set: int | bytes = 0
     variables: Sequence[str] = ()
     spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
-    answer: object = None  # once it is recorded
+    recorded: bool = False
+    answer: Any = None  # once it is recorded
+    failure: bytes | None = (
+        None  # what it raised while the arrays were changed, which are as before
+    )
 
     @property
     def parts(self) -> int:
         """Of the update, on all ps tasks together."""
         return 1 + len(self.spread)
-
-
-class Fresh(Ticket):
-    """Apply it, and record it."""
-
-    __slots__ = ()
-
-
-class AlreadyApplied(Ticket):
-    """Do not apply it: another run of its closure was first. Record it with an answer."""
-
-    __slots__ = ()
-
-
-@dataclass(slots=True)
-class Duplicate:
-    """Do not apply it: a retry of a message that has been answered."""
-
-    answer: object
-
-
-Verdict = Fresh | AlreadyApplied | Duplicate
 
 
 @dataclass(slots=True)
@@ -152,6 +132,9 @@ class Ledger:
     Args:
         floor: No task is served under a lower incarnation: that of the coordinator, which gives
             its workers higher ones. So whoever worked for an earlier coordinator is refused.
+
+    Attributes:
+        step_failures: What was raised by synchronous steps, by group and step.
     """
 
     def __init__(self, floor: int = 0) -> None:
@@ -161,7 +144,7 @@ class Ledger:
         self.on_fence: Callable[[str, int], None] | None = None
         self._closures: dict[int, dict[int, Ticket]] = {}  # applied, by first run, by ordinal
         self.final = Finality()
-        self._failures: dict[FailureKey, bytes] = {}  # of updates that failed while computed
+        self.step_failures: dict[tuple[int, int], bytes] = {}
         # Sequences that were refused, by client: no part of the state, only cuts ask.
         self._refused: dict[Client, set[int]] = {}
         self._fresh = 0
@@ -182,7 +165,7 @@ class Ledger:
         spread: Sequence[Sequence[int]] = (),
         *,
         arrived: bool = False,
-    ) -> Verdict:
+    ) -> Ticket:
         """Judge an update by the table above.
 
         Args:
@@ -218,8 +201,8 @@ class Ledger:
                 for known in list(sender.messages):
                     if known < acked_below:
                         del sender.messages[known]
-                if self._failures or self._refused:
-                    self._forget(client, acked_below)
+                if client in self._refused:
+                    self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
             message = sender.messages.get(sequence)
             if message is not None:
                 return self._seen(client, sequence, message, call)
@@ -227,30 +210,28 @@ class Ledger:
                 raise UsageError(
                     f"{task} sent update {sequence} again, whose answer it has acknowledged"
                 )
+        first = True
         if call is not None:
             first_run = call[0] & FIRST
             applied = self._closures.get(first_run, _NONE).get(ordinal)
             if applied is not None:
                 self._check_variables(call, applied, variable_set, variables)
-            if applied is not None or (
-                first_run < self.final.below and self.final.is_final(call[0])
-            ):
-                return AlreadyApplied(
-                    client, sequence, call, False, variable_set, variables, spread
-                )
-        return Fresh(client, sequence, call, True, variable_set, variables, spread)
+                first = False
+            elif first_run < self.final.below:
+                first = not self.final.is_final(call[0])
+        return Ticket(client, sequence, call, first, variable_set, variables, spread)
 
     def record(self, ticket: Ticket, answer: A) -> A:
         """Note that an update is applied, or answered as a duplicate. Returns ``answer``.
 
         Args:
-            ticket: Of ``judge``, since which nothing else was judged.
+            ticket: A new one of ``judge``, since which nothing else was judged.
             answer: What its client is told.
         """
         sender, call = self._senders[ticket.client[0]], ticket.call
         if sender.incarnation == ticket.client[1]:  # else it was replaced while this waited
             sender.messages[ticket.sequence] = ticket
-            ticket.answer = answer
+        ticket.recorded, ticket.answer = True, answer
         if not ticket.first:
             self._already_applied += 1
             return answer
@@ -259,48 +240,12 @@ class Ledger:
         self._fresh += 1
         return answer
 
-    def _forget(self, client: Client, acked_below: int) -> None:
-        self._forget_failures()
-        if client in self._refused:
-            self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
-
-    def note_failure(
-        self, client: Client, sequence: int, call: Call | None, failure: bytes
-    ) -> None:
-        """Note that a recorded update has failed while it was computed; shards are as they were.
-
-        Args:
-            client: Who sent it; or (STEP, number of the group).
-            sequence: Of the message; or the step.
-            call: That was made by it, if it is of a closure.
-            failure: What is answered from now on.
-        """
-        self._failures[*client, sequence] = failure
-        if call is not None:
-            self._failures[CALL, first_of(call[0]), call[1]] = failure
-        self._forget_failures()
-
-    def failure_of(self, client: Client, sequence: int, call: Call | None) -> bytes | None:
-        """Return what was noted of a message, or of the same call of another run; None: nothing."""
-        if not self._failures:
-            return None
-        failure = self._failures.get((*client, sequence))
-        if failure is None and call is not None:
-            failure = self._failures.get((CALL, first_of(call[0]), call[1]))
-        return failure
-
-    def _forget_failures(self) -> None:
-        """Forget those whose messages and calls are forgotten."""
-        if self._failures:
-            self._failures = {
-                key: failure for key, failure in self._failures.items() if self._is_awaited(key)
-            }
-
-    def _is_awaited(self, key: FailureKey) -> bool:
-        task, number, sequence = key
-        if task == CALL:
-            return not self.final.is_over(number)
-        return task == STEP or self.knows((task, number), sequence)
+    def failure_of(self, ticket: Ticket) -> bytes | None:
+        """Return what a recorded update raised, or the same call of another run; None: nothing."""
+        if ticket.failure is None and ticket.call is not None:
+            applied = self._applied_for(ticket.call)
+            return None if applied is None else applied.failure
+        return ticket.failure
 
     def refuse(self, client: Client, sequence: int) -> None:
         """Note that a message was refused, or judged in vain: ``is_settled`` knows of it."""
@@ -316,10 +261,16 @@ class Ledger:
 
     def knows(self, client: Client, sequence: int) -> bool:
         """Return whether a message has been judged, and is not forgotten yet."""
+        return self._recorded(client, sequence) is not None
+
+    def _recorded(self, client: Client, sequence: int) -> Ticket | None:
         sender = self._senders.get(client[0])
-        return (
-            sender is not None and sender.incarnation == client[1] and sequence in sender.messages
-        )
+        if sender is None or sender.incarnation != client[1]:
+            return None
+        return sender.messages.get(sequence)
+
+    def _applied_for(self, call: Call) -> Ticket | None:
+        return self._closures.get(first_of(call[0]), _NONE).get(call[1])
 
     def is_settled(self, client: Client, sequence: int) -> bool:
         """Return whether a message will change nothing here any more.
@@ -356,7 +307,6 @@ class Ledger:
         if self.final.update(closure, kept):
             for first in [first for first in self._closures if self.final.is_over(first)]:
                 del self._closures[first]
-            self._forget_failures()
 
     def fence(self, task: str, incarnation: int) -> None:
         """Serve only this and newer incarnations of ``task`` from now on."""
@@ -365,7 +315,6 @@ class Ledger:
             self._senders[task] = _Sender(incarnation)
             if self.on_fence is not None:
                 self.on_fence(task, incarnation)
-            self._forget_failures()
             for client in [c for c in self._refused if c[0] == task and c[1] < incarnation]:
                 del self._refused[client]
 
@@ -413,7 +362,10 @@ class Ledger:
         """
         sets: dict[tuple[int, tuple[str, ...]], int] = {}
         calls, parts = [], []
+        failures = [(STEP, *key, raised) for key, raised in self.step_failures.items()]
         for closure, ordinal, applied in self._applied():
+            if applied.failure is not None:
+                failures.append((CALL, closure, ordinal, applied.failure))
             if isinstance(applied.variable_set, int):  # else it is an accumulator's
                 known = applied.variable_set, tuple(applied.variables)
                 calls.append((closure, ordinal, sets.setdefault(known, len(sets))))
@@ -423,6 +375,8 @@ class Ledger:
         for task, sender in self._senders.items():
             answers = []
             for sequence, message in sender.messages.items():
+                if message.failure is not None:
+                    failures.append((task, sender.incarnation, sequence, message.failure))
                 answer = pack(message.answer)
                 if answer is not None:
                     answers.append((sequence, message.call, answer))
@@ -433,7 +387,7 @@ class Ledger:
             NOTHING, senders=tuple(senders), calls=tuple(calls), parts=tuple(parts),
             variable_sets=tuple(sets),
             final_below=self.final.below, kept=tuple(self.final.listed()), coordinator=self._floor,
-            failures=tuple((*key, failure) for key, failure in self._failures.items()),
+            failures=tuple(failures),
         )  # fmt: skip
 
     def restore(self, state: SnapshotState, unpack: Callable[[bytes], object]) -> None:
@@ -451,7 +405,16 @@ class Ledger:
         for closure, ordinal, place in state.calls:
             count = parts.get((closure, ordinal), 1)
             self._remember_call((closure, ordinal), *state.variable_sets[place], count)
-        self._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
+        for task, number, place, failure in state.failures:
+            if task == STEP:
+                self.step_failures[number, place] = failure
+                continue
+            key = number, place
+            failed = (
+                self._applied_for(key) if task == CALL else self._recorded((task, number), place)
+            )
+            if failed is not None:
+                failed.failure = failure
         self.final_below(state.final_below, state.kept)
 
     def gradients(
@@ -532,22 +495,23 @@ class Ledger:
     def _remember(self, task: str, sequence: int, call: Call | None, answer: object) -> None:
         sender = self._senders[task]
         client = task, sender.incarnation
-        sender.messages[sequence] = Ticket(client, sequence, call, True, answer=answer)
+        ticket = Ticket(client, sequence, call, True, recorded=True, answer=answer)
+        sender.messages[sequence] = ticket
 
     def _remember_call(
         self, call: Call, what: int | bytes, names: Sequence[str], parts: int = 1
     ) -> None:
-        ticket = Ticket(("", 0), 0, call, True, what, names, ((),) * (parts - 1))
+        ticket = Ticket(("", 0), 0, call, True, what, names, ((),) * (parts - 1), recorded=True)
         self._closures.setdefault(call[0], {})[call[1]] = ticket
 
-    def _seen(self, client: Client, sequence: int, message: Ticket, call: Call | None) -> Duplicate:
+    def _seen(self, client: Client, sequence: int, message: Ticket, call: Call | None) -> Ticket:
         if message.call != call:
             raise UsageError(
                 f"{client[0]} sent update {sequence} for {_named(message.call)} "
                 f"and again for {_named(call)}"
             )
         self._duplicate += 1
-        return Duplicate(message.answer)
+        return message
 
     def _check_variables(
         self, call: Call, applied: Ticket, variable_set: int | bytes, variables: Sequence[str]

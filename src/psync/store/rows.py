@@ -262,9 +262,9 @@ class RowTable(ShardTable):
                     combine(op, current, values[part])
                 array.scatter(rows[part], current)
                 yield
-            self._count(shard, rows)
+            self._updated(shard, rows)
 
-        return self._updating(shard, steps())
+        return ShardWork(shard, steps())
 
     def apply_rows(
         self, optimizer_id: int, key: Key, rows: np.ndarray, grads: np.ndarray, step: int
@@ -286,7 +286,7 @@ class RowTable(ShardTable):
             BusyError: If another update of it is under way.
         """
         shard = self._idle(key)
-        return self._updating(shard, self._applied(shard, optimizer_id, rows, grads, step))
+        return ShardWork(shard, self._applied(shard, optimizer_id, rows, grads, step))
 
     def apply_row_mean(self, optimizer_id: int, key: Key, given: RowMean, step: int) -> Work:
         """Start to apply a mean of several pushes' rows, like ``apply_rows``.
@@ -314,7 +314,7 @@ class RowTable(ShardTable):
                     yield
             yield from self._applied(shard, optimizer_id, rows, mean, step)
 
-        return self._updating(shard, steps())
+        return ShardWork(shard, steps())
 
     def square_row_mean(
         self, key: Key, given: RowMean, into: list[tuple[float, float]]
@@ -391,15 +391,13 @@ class RowTable(ShardTable):
                 rule.apply([(param, grad, slots, param, slots)], step, self._space.rules)
             except RuleRaised as exc:
                 self._note_failure(optimizer_id, step, shard, exc)
-                shard.version -= 1  # the work ends as any other, and counts
-                self._row_updates -= 1
                 return
             apart.append((touched, gathered))
             if not rule.may_raise:  # else all of it at the end
                 _scatter(arrays, apart)
             yield
         _scatter(arrays, apart)
-        self._count(shard, rows)
+        self._updated(shard, rows)
 
     def _free(self, array: RowBlocks, rows: np.ndarray) -> Iterator[None]:
         if array.seen:
@@ -416,12 +414,10 @@ class RowTable(ShardTable):
         array.gather(rows, made, self._pool)
         return made
 
-    def _updating(self, shard: Shard, steps: Iterator[None]) -> Work:
-        def finished() -> None:
-            shard.version += 1
-            self._row_updates += 1
-
-        return ShardWork(shard, steps, finished)
+    def _updated(self, shard: Shard, rows: np.ndarray) -> None:
+        shard.version += 1
+        self._row_updates += 1
+        self._count(shard, rows)
 
     def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
         self._num_rows += len(rows)

@@ -23,6 +23,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
     ValueMismatchError,
+    naming,
 )
 from psync.numerics.memory import (
     ABOVE_BYTES,
@@ -280,10 +281,8 @@ class ShardTable:
         known = self.optimizers.get(optimizer_id)
         if known is not None and known.config == config:  # as the first push of a worker says it
             return
-        try:
+        with naming(self.task):
             rule = rule_from_config(config)
-        except ConfigurationError as exc:
-            raise ConfigurationError(f"{self.task}: {exc.message}", hint=exc.hint) from exc
         if known is None:
             self.optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
         elif known.config != rule.to_config():

@@ -10,7 +10,7 @@ Frozen contents, and those being filled, may be handed to a thread; one at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from psync.store.snapshot_state import (
     ShardSnapshot,
     SnapshotItem,
     SnapshotState,
+    unpack_answer,
 )
 from psync.store.store import ShardStore
 from psync.store.work import Shard
@@ -185,7 +186,6 @@ class Loaded:
         state: Of the snapshot.
         store: Without a shard. It gets those of the snapshot, without their bytes.
         ledger: That remembers nothing. It gets what that of the snapshot does.
-        unpack: As for ``Ledger.restore``.
 
     Attributes:
         wanted: Places of the items that are not filled.
@@ -196,7 +196,6 @@ class Loaded:
         state: SnapshotState,
         store: ShardStore,
         ledger: Ledger,
-        unpack: Callable[[bytes], object],
     ) -> None:
         self.state = state
         self.store = store
@@ -215,7 +214,7 @@ class Loaded:
                 shard.slots[slot.optimizer, slot.slot] = array
             shard.version = known.version
             shard.pushes.update(known.pushes)
-        ledger.restore(state, unpack)
+        ledger.restore(state, unpack_answer)
         self._given_up = False
         # Bytes that are there of each item, from its beginning on; by place.
         self._filled = {

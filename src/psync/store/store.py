@@ -203,41 +203,29 @@ class ShardStore(RowTable):
         return optimizer.count.reach(step)
 
     def check_apply(self, optimizer_id: int, key: Key, grad: object) -> np.ndarray:
-        """Raise what ``apply`` would raise, except BusyError, and return ``grad`` as it is used.
-
-        For callers that take several updates whole or not at all.
-        """
-        return self._typed(self.check_optimizable(optimizer_id, key), grad)
-
-    def check_optimizable(self, optimizer_id: int, key: Key) -> Shard:
-        """Raise what ``apply`` would raise whatever the gradient, except BusyError."""
-        self._optimizer(optimizer_id)
-        shard = self._shard(key)
-        self._check_optimizable(shard)
-        return shard
-
-    def apply(self, optimizer_id: int, key: Key, grad: object, step: int) -> Work:
-        """Start to apply a gradient to the shard and its slots.
+        """Check a gradient, for callers that take several updates whole or not at all.
 
         Args:
             optimizer_id: Of the optimizer.
             key: Of the shard.
-            grad: A buffer of as many bytes as the shard has, or an array of its shape and
-                dtype. Must not change until the work is done.
-            step: What ``begin_push`` returned for the push that the gradient is part of.
+            grad: A buffer of as many bytes as the shard has, or an array of its shape and dtype.
 
         Returns:
-            The work, to be run to its end; the shard is busy until then.
+            The gradient, as ``apply_checked`` takes it.
 
         Raises:
             UsageError: If the optimizer is not defined.
             UnknownVariableError: If the shard is not here.
             ValueMismatchError: If the gradient does not fit the shard.
-            BusyError: If another update of the shard is under way.
         """
-        return self.apply_checked(
-            optimizer_id, key, self.check_apply(optimizer_id, key, grad), step
-        )
+        return self._typed(self.check_optimizable(optimizer_id, key), grad)
+
+    def check_optimizable(self, optimizer_id: int, key: Key) -> Shard:
+        """Raise what ``check_apply`` would raise whatever the gradient."""
+        self._optimizer(optimizer_id)
+        shard = self._shard(key)
+        self._check_optimizable(shard)
+        return shard
 
     def apply_checked(
         self,
@@ -247,7 +235,22 @@ class ShardStore(RowTable):
         step: int,
         ratio: float | None = None,
     ) -> Work:
-        """As ``apply``, of what ``check_apply`` returned; ``ratio`` as for ``UpdateRule.apply``."""
+        """Start to apply a gradient to the shard and its slots.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            gradient: What ``check_apply`` returned. Must not change until the work is done.
+            step: What ``begin_push`` returned for the push that the gradient is part of.
+            ratio: As for ``UpdateRule.apply``.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            BusyError: If another update of the shard is under way.
+        """
         shard = self._idle(key)
         update = self._update_of(shard, optimizer_id, gradient, step, ratio)
 

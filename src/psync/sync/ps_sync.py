@@ -49,7 +49,7 @@ from psync.ps.executor import LATER, Executor, Later, awaited
 from psync.ps.plans import Body, Plans, ShardSet, owned
 from psync.specs import dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import STEP, Client, Ledger
+from psync.store.ledger import Client, Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
@@ -491,9 +491,9 @@ class PsSync:
                 failed = self.store.take_failure(message.group, step.optimizer_step)
                 if failed is not None:
                     raised = encode(failure_of(failed))
-                    self.ledger.note_failure((STEP, message.group), message.step, None, raised)
+                    self.ledger.step_failures[message.group, message.step] = raised
         if known.rule.may_raise:
-            failure = self.ledger.failure_of((STEP, message.group), message.step, None)
+            failure = self.ledger.step_failures.get((message.group, message.step))
             if failure is not None:
                 error = exception_of(cast(Failure, decode(failure)), self._task)
                 self._refuse(message, error)

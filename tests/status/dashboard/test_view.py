@@ -164,7 +164,7 @@ def test_groups_and_bounds() -> None:
     assert texts == [
         ("step 5, 1.5/s, 2 of 3 gradients, waits for worker 1",
          "60 accepted, 4 dropped, 2 duplicate, 1 partial steps"),
-        ("rounds 10 to 14, worker 0 wait", "at most 3 rounds apart"),
+        ("rounds 10 to 14, worker 0 too far ahead of worker 1", "at most 3 rounds apart"),
     ]  # fmt: skip
     calm = StepsStatus(
         groups=(GroupStatus("s", 1, 2, 0, (), (), 1.0, 0, 0, 0, 0),),

@@ -67,7 +67,7 @@ def view_of(
         "tiles": tiles(status),
         "series": series,
         "staleness": staleness(status.steps),
-        "groups": _groups(status.steps),
+        "groups": groups(status.steps),
         "workers": [worker_row(worker) for worker in shown],
         "num_workers": len(status.workers),
         "states": states(status.workers),
@@ -134,7 +134,8 @@ def staleness(steps: StepsStatus) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _groups(steps: StepsStatus) -> list[dict[str, str]]:
+def groups(steps: StepsStatus) -> list[dict[str, str]]:
+    """Return what is said of each synchronous group and staleness bound."""
     found = []
     for group in steps.groups:
         awaited = tasks_text(group.lacks + group.waits_for)
@@ -150,8 +151,10 @@ def _groups(steps: StepsStatus) -> list[dict[str, str]]:
         more = ", ".join(f"{n:,} {what}" for n, what in parts)
         found.append({"name": group.name, "text": text, "more": more})
     for bound in steps.bounds:
-        waits = f", {tasks_text(bound.waiting)} wait" if bound.waiting else ""
-        text = f"rounds {bound.slowest:,} to {bound.fastest:,}{waits}"
+        text = f"rounds {bound.slowest:,} to {bound.fastest:,}"
+        if bound.waiting:
+            ahead, of = tasks_text(bound.waiting), tasks_text(bound.waits_for)
+            text += f", {ahead} too far ahead of {of}"
         more = f"at most {bound.max_staleness} rounds apart"
         found.append({"name": "staleness bound", "text": text, "more": more})
     return found
@@ -160,11 +163,9 @@ def _groups(steps: StepsStatus) -> list[dict[str, str]]:
 # Workers.
 
 
-def noticed(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+def noticed(workers: Sequence[WorkerStatus], most: int = MAX_WORKERS) -> Sequence[WorkerStatus]:
     """Return the workers that are shown one by one: all, or those in trouble and the slowest."""
-    if len(workers) <= MAX_WORKERS:
-        return list(workers)
-    return sorted(workers, key=_by_trouble)[:MAX_WORKERS]
+    return workers if len(workers) <= most else sorted(workers, key=_by_trouble)[:most]
 
 
 def _by_trouble(worker: WorkerStatus) -> tuple[bool, bool, float]:

@@ -37,13 +37,13 @@ from psync.errors import ConfigurationError
 from psync.numerics.sums import MeanGradient
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.specs import ShardSpec, dtype_name
+from psync.store.ledger import Ticket
 from psync.store.rows import RowMean, RowValues
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
 from psync.store.store import Means, Plan, ShardStore
 from psync.store.work import Shard
 from psync.sync.ps_services import PsServices
-from psync.wire.messages import Pushed
 from psync.wire.tensors import array_from_bytes, to_bytes_view
 
 VARIABLE = "PSYNC_TESTING_APPLY_LOG"
@@ -166,8 +166,8 @@ class LoggedStore(ShardStore):
 class LoggedUpdates(PsUpdates):
     """Updates of a store whose changes are written down: whose they are."""
 
-    def _applied(self, update: PsUpdate, answer: Pushed) -> None:
-        super()._applied(update, answer)
+    def _applied(self, update: PsUpdate, ticket: Ticket) -> None:
+        super()._applied(update, ticket)
         if isinstance(self.store, LoggedStore) and self.store.log is not None:
             self.store.log.applied(update)
 

@@ -14,7 +14,7 @@ import msgspec
 from psync.net.platform import PerProcess
 from psync.ps.admission import UpdateGate
 from psync.store.commit_log import CommitLog
-from psync.store.ledger import Client, Ledger, Verdict
+from psync.store.ledger import Client, Ledger, Ticket
 from psync.sync.pushes import Action, Contribution
 from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
@@ -48,19 +48,19 @@ class WeakLedger(Ledger):
         spread: Sequence[Sequence[int]] = (),
         *,
         arrived: bool = False,
-    ) -> Verdict:
+    ) -> Ticket:
         """Judge an update, or what it is made out to be."""
         client = self._judged_as(client)
         if "dedup" in self.without:  # each message is the first of its kind
             sequence = acked_below = next(_numbers())
             closure = None
-        verdict = super().judge(
+        ticket = super().judge(
             client, sequence, acked_below, closure, ordinal, variable_set, variables, spread,
             arrived=arrived,
         )  # fmt: skip
         if "low_water" in self.without:
             self._forget_early()
-        return verdict
+        return ticket
 
     def check_incarnation(self, task: str, incarnation: int) -> None:
         """Raise FencedError if ``incarnation`` of ``task`` is not served any more."""

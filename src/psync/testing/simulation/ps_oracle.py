@@ -163,11 +163,11 @@ def noting_arrivals(original: Callable[..., Any]) -> Any:
         parts = 1 + len(message.spread or ())
         journal.arrived.setdefault(key, (set(), parts))[0].add(self.task)
         waiting = journal.admitted.setdefault(self, set())
-        waiting.add(update.identity)
+        waiting.add((update.client, message.sequence))
         try:
             return original(self, update)
         except Exception:
-            waiting.discard(update.identity)
+            waiting.discard((update.client, message.sequence))
             raise
 
     return admit
@@ -180,12 +180,12 @@ def noting_judgement(original: Callable[..., Any]) -> Any:
     """
 
     def judge(self: PsUpdates, update: PsUpdate) -> Any:
-        journal = Journal.current()
-        journal.admitted.get(self, set()).discard(update.identity)
+        journal, identity = Journal.current(), (update.client, update.message.sequence)
+        journal.admitted.get(self, set()).discard(identity)
         try:
             return original(self, update)
         except FencedError as exc:
-            said = f"{self.task}: {update.identity}, which has arrived: {exc}"
+            said = f"{self.task}: {identity}, which has arrived: {exc}"
             journal.look(update.message.closure < 0, said, "dropped")
             raise
 

@@ -31,7 +31,7 @@ from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import chained
-from psync.store.ledger import AlreadyApplied, Fresh, Ledger
+from psync.store.ledger import Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
@@ -182,13 +182,10 @@ def judged_as_if_it_came_now(original: Callable[..., Any]) -> Any:
 
 def other_runs_are_fresh(original: Callable[..., Any]) -> Any:
     def judge(self: Ledger, *args: Any, **kwargs: Any) -> Any:
-        verdict = original(self, *args, **kwargs)
-        if not isinstance(verdict, AlreadyApplied):
-            return verdict
-        client, sequence, call = verdict.client, verdict.sequence, verdict.call
-        return Fresh(
-            client, sequence, call, True, verdict.variable_set, verdict.variables, verdict.spread
-        )
+        ticket = original(self, *args, **kwargs)
+        if not ticket.recorded:
+            ticket.first = True
+        return ticket
 
     return judge
 
