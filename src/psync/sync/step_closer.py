@@ -112,7 +112,6 @@ class StepCloser:
         self.all_ps = AllPs(platform, attach, sync, pool, self._heard, self._unheard, timeline)
         self._clocks = clocks
         self._loop = asyncio.get_running_loop()
-        self._report_version = 0
         sync.took, sync.judged, sync.left = self._took, self._judge, self._left
         sync.applied = self._applied
         self.outgoing = platform.parts.of(OutgoingSteps)(
@@ -407,10 +406,8 @@ class StepCloser:
     # Membership, and time.
 
     def hear(self, message: ReportSchedule) -> None:
-        """Note a report of the coordinator, unless a newer one was there."""
-        if message.version > self._report_version:
-            self._report_version = message.version
-            self._note(replace(message, now=self._clock.now()), self._set_members)
+        """Note a report of the coordinator."""
+        self._note(replace(message, now=self._clock.now()), self._set_members)
 
     def _set_members(self, message: ReportSchedule) -> None:
         self._clock.note(message.now)
