@@ -153,11 +153,7 @@ class KnownGroup(step.KnownGroup):
         pushes = frozenset(part.push for part, _ in parts)
         apply = partial(self.applied.append, (message.step, pushes))
         return SimpleNamespace(
-            layout=step.Layout((), -1, (), 0, ()),
-            number=message.step,
-            alone=(),
-            known=self,
-            whole=apply,
+            layout=step.NO_LAYOUT, number=message.step, alone=(), known=self, whole=apply
         )
 
 

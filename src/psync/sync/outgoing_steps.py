@@ -51,7 +51,6 @@ from psync.store.step_norms import Factors, StepNorms
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
 from psync.sync.pushes import Action, Close, Listed
-from psync.sync.step import KnownGroup
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
@@ -114,19 +113,19 @@ class OutgoingSteps(Changing):
 
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
-        known = self._sync.groups[close.group]
-        known.outgoing = close
+        self._sync.groups[close.group].outgoing = close
         if not self.pauses:
-            self._carry(known, close)
+            self._carry(close)
 
     def restore(self) -> None:
         """Be where the rule is, which was restored: what it has decided is outgoing."""
         for close in self._steps.closing():
             self.decide(close)
 
-    def _carry(self, known: KnownGroup, close: Close) -> None:
+    def _carry(self, close: Close) -> None:
         """Let every ps that has not done so apply a step."""
-        self._carried.add(known.number)
+        known = self._sync.groups[close.group]
+        self._carried.add(close.group)
         norms, passes = known.norms, list[str]()
         is_whole = close.step < known.elsewhere or len(self._all_ps.addresses) < 2
         if known.takes_norms and not is_whole and not close.is_measured:
@@ -284,7 +283,7 @@ class OutgoingSteps(Changing):
         if not self.pauses and not self._is_over:
             for group, known in self._sync.groups.items():
                 if known.outgoing is not None and group not in self._carried:
-                    self._carry(known, known.outgoing)
+                    self._carry(known.outgoing)
         self.wake()
 
 

@@ -89,6 +89,9 @@ class Layout(NamedTuple):
     touched: Sequence[Key]  # all shards that must be idle
 
 
+NO_LAYOUT = Layout((), -1, (), 0, ())
+
+
 class KnownGroup:
     """One group, as a ps knows it.
 
@@ -130,7 +133,7 @@ class KnownGroup:
         self.outgoing: Close | None = None  # likewise, the step that is decided, until all know
         self.answered = -1  # likewise, the last step of whose pushes those on every ps are answered
         self.one: np.ndarray | None = None  # by which the global step is raised
-        self._layout = Layout((), -1, (), 0, ())  # of the last step whose pushes were alike
+        self._layout = NO_LAYOUT  # of the last step whose pushes were alike
 
     @functools.cached_property
     def averages(self) -> list[Average]:
@@ -217,7 +220,7 @@ class Step(msgspec.Struct, eq=False):
     pushes: list[Gradients] = msgspec.field(default_factory=list)
     weights: list[float] = msgspec.field(default_factory=list)
     alone: Sequence[str] = ()  # what this ps must measure by itself before it begins
-    layout: Layout = Layout((), -1, (), 0, ())
+    layout: Layout = NO_LAYOUT
     # Of each shard, in the order of the sum, where pushes have different ones.
     _gradients: Sequence[Sequence[Gradient]] = ()
     _shard_weights: Sequence[Sequence[float]] = ()
