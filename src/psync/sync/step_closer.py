@@ -27,7 +27,13 @@ from typing import Any
 import msgspec
 
 from psync.cluster import task_name
-from psync.errors import ClosedError, FencedError, PsyncError, RemoteProtocolError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    PsyncError,
+    RemoteProtocolError,
+)
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
@@ -389,6 +395,10 @@ class StepCloser:
         known = self._sync.groups[group]
         try:
             step = await self.all_ps.read_global_step(known.config)
+            if step < 0:
+                raise ConfigurationError(
+                    f"{known.config.name}: expected a global step of at least 0, got {step}"
+                )
             message = BeginGroup(group, known.raw, step=step)
             await self._sync.executor.run(FROM_CLOSER, message, self._define)
         except PsyncError:
