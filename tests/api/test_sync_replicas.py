@@ -132,6 +132,13 @@ async def test_each_push_is_told_its_step_and_the_mean_of_each_step_is_applied(
         assert await m.global_step() == global_step
 
 
+async def test_steps_do_not_begin_below_0() -> None:
+    async with model(1) as m:
+        await m.step.assign(-5)
+        with pytest.raises(ConfigurationError, match="a global step of at least 0, got -5"):
+            await m.run(m.pushing(SyncReplicasOptimizer(sgd(), 1)), 1.0)
+
+
 @pytest.mark.promise("steps.applied-at-join")
 async def test_join_has_applied_what_was_accepted_though_nobody_waited_for_it() -> None:
     async with model(1) as m:

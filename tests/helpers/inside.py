@@ -51,11 +51,6 @@ def store_of(ps: Any) -> ShardStore:
     return ps.services.store
 
 
-def begins(ps: Any, group: int) -> bool:
-    """Whether ps 0 reads the global step, with which a group begins."""
-    return group in closer_of(ps)._beginning
-
-
 def closer_of(ps: Any) -> Any:
     """What closes synchronous steps; None but on ps 0, and on a backup of it."""
     return ps.services.closer

@@ -26,7 +26,7 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.sync import step, step_closer
 from psync.sync.ps_sync import CLOSER, PsSync
-from psync.sync.step import NOWHERE, OutgoingStep
+from psync.sync.step import NOWHERE
 from psync.sync.step_closer import StepCloser, _Here
 from psync.wire import messages as m
 from psync.wire.codec import decode, encode
@@ -139,7 +139,7 @@ class KnownGroup(step.KnownGroup):
 
     takes_norms = spread = False
     norms = outgoing = broken = None
-    number, touched = GROUP, ()
+    number, touched, answered = GROUP, (), -1
     rule: Any = SimpleNamespace(may_raise=False)
 
     def __init__(self, cluster: Cluster, state: Ps) -> None:
@@ -153,7 +153,7 @@ class KnownGroup(step.KnownGroup):
         pushes = frozenset(part.push for part, _ in parts)
         apply = partial(self.applied.append, (message.step, pushes))
         return SimpleNamespace(
-            shards=(), touched=(), number=message.step, nbytes=0, alone=(), known=self, whole=apply
+            layout=step.NO_LAYOUT, number=message.step, alone=(), known=self, whole=apply
         )
 
 
@@ -251,8 +251,8 @@ class World:
                 request.over, request.on_given_up = not waiting, request.on_given_up or _nothing
                 known.waits = request, Part(push, 0)
         for close in closer.steps.closing():
-            is_applied = sync.staging.is_closed(GROUP, close.step)
-            sync.groups[GROUP].outgoing = OutgoingStep(close, is_applied)
+            sync.groups[GROUP].outgoing = close
+            sync.groups[GROUP].answered = (sync.staging.step(GROUP) or 0) - 1
             closer.outgoing._carried.add(GROUP)
             self.then = partial(closer.outgoing._ended, close)
         return closer

@@ -79,7 +79,7 @@ class Pair:
         assert self.rule.waiting == self._backup.waiting
         assert self.rule.next_deadline() == self._backup.next_deadline()
         assert self.rule.is_settled == self._backup.is_settled
-        assert self.rule.pending() == self._backup.pending()
+        assert self.rule.pending_closures() == self._backup.pending_closures()
         assert sorted(self.rule.calls()) == sorted(self._backup.calls())
         assert self.rule.statistics() == self._backup.statistics()
 

@@ -13,7 +13,7 @@ import pytest
 
 from asked import Asked, peer_of
 from interleavings import Cluster, World, explore, played
-from psync.errors import RemoteProtocolError
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.sync import step_closer
 from psync.sync.group import Group
 from psync.sync.outgoing_steps import OutgoingSteps
@@ -21,7 +21,7 @@ from psync.sync.step_closer import StepCloser
 from psync.testing.simulation.mutants import MUTANTS
 from psync.testing.simulation.tight import replaced
 from psync.wire.messages import Held
-from sync_tools import GROUP
+from sync_tools import GROUP, config
 
 SMALL: list[dict[str, Any]] = [
     {"needed": 2, "closures": 2, "late": True},
@@ -66,6 +66,14 @@ def test_the_rules_hold_in_whatever_order_it_happens(cluster: dict[str, Any]) ->
 @pytest.mark.parametrize("cluster", LARGER, ids=str)
 def test_they_hold_for_longer_and_with_more_faults(cluster: dict[str, Any]) -> None:
     whole(cluster)
+
+
+def test_a_group_has_the_configuration_that_it_had_at_first() -> None:
+    cluster = Cluster(1, 1)
+    with played():
+        known = World(cluster, cluster.start).ps(0).known
+        with pytest.raises(ConfigurationError, match="a different configuration than at first"):
+            known(GROUP, config(2).to_config())
 
 
 def test_a_ps_says_what_it_holds_itself() -> None:

@@ -184,20 +184,16 @@ class Group(GroupState, kw_only=True, eq=False):
             for replica, number in self.tokens.waiting
         }
 
-    def pending(self) -> list[tuple[int, Contribution]]:
-        """Return (step, push) of what was counted in steps that have not been applied."""
-        return [
-            *((self.step - 1, push.contribution) for push in self.being_applied),
-            *((self.step, push.contribution) for push in self.counted),
-        ]
+    def pending(self) -> set[tuple[int, int]]:
+        """Return (closure, ordinal) of each call in steps that have not been applied."""
+        pushes = [push.contribution for push in (*self.being_applied, *self.counted)]
+        return {
+            (first_of(push.closure), push.ordinal) for push in pushes if push.closure is not None
+        }
 
     def calls(self) -> list[tuple[int, int, bytes]]:
         """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
-        pending = {
-            (first_of(push.closure), push.ordinal)
-            for _, push in self.pending()
-            if push.closure is not None
-        }
+        pending = self.pending()
         return [
             (closure, ordinal, digest)
             for closure, by_ordinal in self.counted_calls.items()

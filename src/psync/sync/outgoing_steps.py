@@ -1,7 +1,6 @@
 """Steps that are decided, on ps 0: carried to every ps, until all have applied them.
 
-    decided         the step is closing, or *outgoing* (``step.OutgoingStep``), a part of the
-                    state of ps 0
+    decided         the step is closing, or *outgoing*, a part of the state of ps 0
     norms measured  NormsMeasured, an entry: it is sent to be closed. Where no norms are needed that
                     is done at once
     all applied it  StepApplied, an entry: who still waits gets tokens of the next step
@@ -51,8 +50,7 @@ from psync.store.ledger import Client
 from psync.store.step_norms import Factors, StepNorms
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
-from psync.sync.pushes import Action, Close
-from psync.sync.step import KnownGroup, Listed, OutgoingStep
+from psync.sync.pushes import Action, Close, Listed
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
@@ -115,41 +113,40 @@ class OutgoingSteps(Changing):
 
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
-        known = self._sync.groups[close.group]
-        known.outgoing = OutgoingStep(close)
+        self._sync.groups[close.group].outgoing = close
         if not self.pauses:
-            self._carry(known, known.outgoing)
+            self._carry(close)
 
     def restore(self) -> None:
         """Be where the rule is, which was restored: what it has decided is outgoing."""
         for close in self._steps.closing():
             self.decide(close)
 
-    def _carry(self, known: KnownGroup, outgoing: OutgoingStep) -> None:
+    def _carry(self, close: Close) -> None:
         """Let every ps that has not done so apply a step."""
-        self._carried.add(known.number)
+        known = self._sync.groups[close.group]
+        self._carried.add(close.group)
         norms, passes = known.norms, list[str]()
-        is_whole = outgoing.close.step < known.elsewhere or len(self._all_ps.addresses) < 2
-        if known.takes_norms and not is_whole and not outgoing.is_measured:
+        is_whole = close.step < known.elsewhere or len(self._all_ps.addresses) < 2
+        if known.takes_norms and not is_whole and not close.is_measured:
             norms = StepNorms(known.rule)
             passes = norms.passes_together(spread=known.spread)
-        self._go_on(outgoing, norms, passes)
+        self._go_on(close, norms, passes)
 
-    def _go_on(self, outgoing: OutgoingStep, norms: StepNorms, passes: list[str]) -> None:
+    def _go_on(self, close: Close, norms: StepNorms, passes: list[str]) -> None:
         """Begin the next round of a step."""
-        close = outgoing.close
         step = close.group, None, close.step, close.pushes
         if passes:
             known = _listed(norms.scales), _listed(norms.ratios)
-            then = functools.partial(self._measured, outgoing, norms, passes)
+            then = functools.partial(self._measured, close, norms, passes)
             self._all_ps.tell(CloseStep(*step, *known, passes[0]), close.places, then)
         else:
-            message = CloseStep(*step, outgoing.scales, outgoing.ratios)
+            message = CloseStep(*step, close.scales, close.ratios)
             self._all_ps.tell(message, close.places, functools.partial(self._ended, close))
 
     def _measured(
         self,
-        outgoing: OutgoingStep,
+        close: Close,
         norms: StepNorms,
         passes: list[str],
         answers: list[Message],
@@ -161,18 +158,18 @@ class OutgoingSteps(Changing):
             except Exception as exc:
                 failed = exc
         if failed is not None:
-            self._ended(outgoing.close, [], failed)
+            self._ended(close, [], failed)
         elif passes:
-            self._go_on(outgoing, norms, passes)
+            self._go_on(close, norms, passes)
         else:
-            group, step = outgoing.close.group, outgoing.close.step
-            message = NormsMeasured(group, step, _listed(norms.scales), _listed(norms.ratios))
+            factors = _listed(norms.scales), _listed(norms.ratios)
+            message = NormsMeasured(close.group, close.step, *factors)
 
             def act() -> None:
                 self.note_factors(message)
-                self._go_on(outgoing, norms, passes)
+                self._go_on(close, norms, passes)
 
-            self._submit(outgoing.close, message, act)
+            self._submit(close, message, act)
 
     def _conclude(self, norms: StepNorms, passes: list[str], answers: list[Message]) -> None:
         sums = [
@@ -195,10 +192,10 @@ class OutgoingSteps(Changing):
 
     def note_factors(self, message: NormsMeasured) -> None:
         """Execute an entry: a step that is outgoing is to be closed with these factors."""
-        outgoing = self._sync.groups[message.group].outgoing
-        if outgoing is not None and outgoing.close.step == message.step:
-            outgoing.is_measured = True
-            outgoing.scales, outgoing.ratios = message.scales, message.ratios
+        close = self._sync.groups[message.group].outgoing
+        if close is not None and close.step == message.step:
+            close.is_measured = True
+            close.scales, close.ratios = message.scales, message.ratios
 
     def _ended(self, close: Close, _: list[Message], failed: Exception | None) -> None:
         """Every ps has applied a step, or it cannot be."""
@@ -286,7 +283,7 @@ class OutgoingSteps(Changing):
         if not self.pauses and not self._is_over:
             for group, known in self._sync.groups.items():
                 if known.outgoing is not None and group not in self._carried:
-                    self._carry(known, known.outgoing)
+                    self._carry(known.outgoing)
         self.wake()
 
 

@@ -72,19 +72,19 @@ class AllPs:
         lost: Callable[[int, Exception], None],
         timeline: int = 0,
     ) -> None:
-        self._heard = heard
         self._lost = lost
         self.following: dict[int, Call | None] = {}
-        self._platform = platform
-        self._attach = attach
         self._sync = sync
-        self._pool = pool
-        self._endpoint: Endpoint | None = None  # made when another ps is first needed
-        self._client: PsClient | None = None
+        # A ps that serves a newer coordinator or timeline refuses what comes from this one.
+        incarnation = attach.coordinator + timeline
+        handlers: dict[type[Message], Handler] = {Held: Handler(heard)}
+        self._endpoint = Endpoint(platform, CLOSER, incarnation, handlers, pool)
+        self._client: PsClient = platform.parts.of(PsClient)(
+            self._endpoint, attach.ps_addresses, pool, attach.ps_timeout_s
+        )
         self._closed = False
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
         self._asked: dict[tuple[int, int], Call] = {}  # (ps, group): of the newest step
-        self._incarnation = attach.coordinator + timeline
         self._self = AsIfFrom(FROM_CLOSER, spawn=self._start)
         self._own_parts: set[asyncio.Future[None]] = set()  # of ps 0, which take long
         self.addresses = list(attach.ps_addresses)
@@ -265,28 +265,13 @@ class AllPs:
         for call in self.following.values():
             if call is not None:
                 call.give_up()
-        if self._client is not None and self._endpoint is not None:
-            await self._client.close()
-            await self._endpoint.close(goes_on=True)
+        await self._client.close()
+        await self._endpoint.close(goes_on=True)
 
     def _links(self) -> PsClient:
-        """Return the links to the other ps tasks.
-
-        Their incarnation is the coordinator's, plus the timeline: a ps that serves a newer one
-        refuses it.
-        """
+        """Return the links to the other ps tasks, if they are not closed."""
         if self._closed:
             raise ClosedError(f"{CLOSER} has closed its links to the other ps tasks")
-        if self._client is None:
-            handlers: dict[type[Message], Handler] = {Held: Handler(self._heard)}
-            self._endpoint = Endpoint(
-                self._platform, CLOSER, self._incarnation, handlers, self._pool
-            )
-            self._client = self._platform.parts.of(PsClient)(
-                self._endpoint, self.addresses, self._pool, self._attach.ps_timeout_s
-            )
-            if self._moves:
-                self.expect_moves()
         return self._client
 
     # Where others are served by backups.
@@ -298,7 +283,7 @@ class AllPs:
         same, and is looked for as long as it takes.
         """
         self._moves = True
-        for link in () if self._client is None else self._client.links:
+        for link in self._client.links:
             link.lost_after_s = math.inf
             link.on_lost = lambda _, link=link: link.hold()
 
@@ -315,8 +300,6 @@ class AllPs:
         """Take note of where each ps is served now; what is under way goes there."""
         self.addresses = list(addresses)
         self._moved += 1
-        if self._client is None:
-            return
         for link, address in zip(self._client.links, addresses, strict=True):
             if link.address != address or link.lost is not None:
                 link.revive()

@@ -113,6 +113,7 @@ class PsServices:
         self.plans = plans
         self._process = process
         self._unheard: set[int] = set()  # optimizers of which others tell in vain
+        self._report_version = 0  # of the coordinator's newest report
         self._ended = False  # something else is served; a step may still be on its way
         self.locks = PsLocks(task, store)
         parts = platform.parts
@@ -422,9 +423,11 @@ class PsServices:
     def _report_schedule(self, request: Request[ReportSchedule]) -> None:
         peer, message = request.peer, request.message
         self._process.check_coordinator(peer)
-        self.clocks.hear(message)
-        if self.closer is not None:
-            self.closer.hear(message)
+        if message.version > self._report_version:
+            self._report_version = message.version
+            self.clocks.hear(message)
+            if self.closer is not None:
+                self.closer.hear(message)
         request.answer(Done())
 
     # Ends.

@@ -365,7 +365,7 @@ class PsSync:
             request.answer(Measured([]))  # it was overtaken: nobody waits for the answer
             return
         step = self._step_of(message, known)
-        if self._work.fits_now(self.store, step.shards, step.nbytes):
+        if self._work.fits_now(self.store, step.layout.shards, step.layout.nbytes):
             request.answer(Measured(step.measure_at_once(message.measures)))
         else:
             under_way = self._work.to_the_end(self._measure_slowly(step, message.measures))
@@ -379,7 +379,7 @@ class PsSync:
     async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
         sums: list[Sums] = []
         await self._work.shard_by_shard(
-            step.costs[: len(step.shards)], lambda i: step.measure(what, i, sums)
+            step.layout.costs[: len(step.layout.shards)], lambda i: step.measure(what, i, sums)
         )
         return step.sums_by_shard(sums)
 
@@ -438,22 +438,22 @@ class PsSync:
             return Compute(known.touched, partial(self._applied, request, known))
         try:
             step = self._step_of(message, known)
-            if step.shards:
+            if step.layout.shards:
                 step.optimizer_step = self.store.begin_step(message.group, message.step)
         except PsyncError as exc:
             self._refuse(message, exc)
             raise
         nbytes = self.staging.close(message.group, message.step, message.pushes)
-        known.touched = step.touched
+        known.touched = step.layout.touched
         done = partial(self._applied, request, known, step, nbytes)
 
         async def in_pieces() -> None:
             for what in step.alone:
                 step.norms.conclude(what, await self._measure_slowly(step, what))
-            await self._work.shard_by_shard(step.costs, step.work)
+            await self._work.shard_by_shard(step.layout.costs, step.work)
 
-        cost = step.nbytes * (1 + len(step.alone))
-        return Compute(step.touched, done, cost, step.whole, in_pieces)
+        cost = step.layout.nbytes * (1 + len(step.alone))
+        return Compute(step.layout.touched, done, cost, step.whole, in_pieces)
 
     def _step_of(self, message: CloseStep, known: KnownGroup) -> Step:
         """Say what a step changes here; as ``KnownGroup.step_of``, and all its parts are here."""
@@ -543,11 +543,10 @@ class PsSync:
             for group, replica, push in [part.key]
         )
         decided = sorted(
-            [group, self.staging.step(group), known.spread, known.elsewhere, known.outgoing and [
-                known.outgoing.close.step, known.outgoing.is_measured]]
+            [group, self.staging.step(group), known.spread, known.elsewhere]
             for group, known in self.groups.items()
             if self.staging.step(group) is not None or known.outgoing is not None
-        )  # fmt: skip
+        )
         return [held, decided, [group for group, known in self.groups.items() if known.broken]]
 
     async def live(self, arrays: list[memoryview]) -> Any:
@@ -557,26 +556,21 @@ class PsSync:
         """
         parts = []
         for part in map(self._owned, self.staging.held()):
-            group, replica, push = part.key
-            rows, held = None if part.rows is None else list(part.rows), len(part.body)
             arrays += part.body
+            rows = None if part.rows is None else list(part.rows)
             # The plan may have gone, as its client defines others now.
-            parts.append((group, replica, push, part.local_step, part.known.header, rows, held))
+            parts.append((part.key, part.local_step, part.known.header, rows, len(part.body)))
         steps, groups = dict(self.staging.steps), []
         for group, known in self.groups.items():
-            factors, outgoing = None, known.outgoing
-            if outgoing is not None and outgoing.is_measured:
-                factors = outgoing.close.step, outgoing.scales, outgoing.ratios
             broken = known.broken and encode(failure_of(known.broken))
-            step = steps.get(group, -1)
-            groups.append((group, step, known.elsewhere, known.spread, broken, factors))
+            groups.append((group, steps.get(group, -1), known.elsewhere, known.spread, broken))
         return parts, groups
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
         """Hold what ``live`` has returned; the snapshot had the groups."""
         parts, groups = state
-        for group, (task, incarnation), push, local_step, header, rows, held in parts:
-            replica = task, incarnation
+        for (group, client, push), local_step, header, rows, held in parts:
+            replica: Client = tuple(client)
             known = self.plans.restore(replica, header)
             self.define(known)
             known.look_up(self.store)
@@ -584,7 +578,7 @@ class PsSync:
             gradients, nbytes = known.operands(self.store, body, rows), sum(map(len, body))
             key = group, replica, push
             self.staging.stage(Part(key, local_step, known, gradients, body, nbytes, rows))
-        for group, step, elsewhere, spread, broken, _ in groups:
+        for group, step, elsewhere, spread, broken in groups:
             here = self.groups[group]
             if broken is not None:
                 here.broken = exception_of(cast(Failure, decode(broken)), self._task)

@@ -10,6 +10,9 @@ from psync.errors import PsyncError
 from psync.sync.tokens import Replica
 from psync.wire.messages import Contributed
 
+Listed: TypeAlias = list[tuple[int, float]] | None
+"""Factors of variables, as a message has them."""
+
 
 class Contribution(msgspec.Struct, frozen=True):
     """A push whose parts are all here, or which is stale."""
@@ -54,7 +57,7 @@ class Refuse(msgspec.Struct, frozen=True):
     error: PsyncError
 
 
-class Close(msgspec.Struct, frozen=True):
+class Close(msgspec.Struct):
     """Let every ps apply ``step``, raise the global step, then call ``closed``.
 
     ``answers`` leave as soon as this ps has applied it: these pushes have a part on every ps, and
@@ -67,6 +70,9 @@ class Close(msgspec.Struct, frozen=True):
     places: list[list[int]]  # of each the other ps tasks that have a part of it
     partial: bool
     answers: list[Answer]
+    is_measured: bool = False  # the factors are known, where there are any
+    scales: Listed = None
+    ratios: Listed = None
 
 
 Action: TypeAlias = Answer | Refuse | Close

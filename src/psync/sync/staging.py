@@ -26,6 +26,7 @@ reservations are admission's, on the ps that serves: they decide nothing of what
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -80,7 +81,7 @@ class Staging(Generic[P]):
     def __init__(self, budget_bytes: int, task: str = "this ps") -> None:
         self._budget = budget_bytes
         self._task = task
-        self._groups: dict[int, _Group[P]] = {}
+        self._groups: defaultdict[int, _Group[P]] = defaultdict(_Group)
         self.steps: list[tuple[int, int]] = []
         self._bytes = 0
         self._peak = 0
@@ -101,7 +102,7 @@ class Staging(Generic[P]):
                 of a step that is far ahead.
             ConfigurationError: The budget is too small for a step of such parts, or exhausted.
         """
-        known = self._groups.get(key[0]) or self._groups.setdefault(key[0], _Group())
+        known = self._groups[key[0]]
         if known.step is not None and not known.step <= local_step <= known.step + 1:
             if local_step < known.step:
                 return
@@ -140,7 +141,7 @@ class Staging(Generic[P]):
             Whether it is kept. False: its step was closed while it was coming in.
         """
         key, nbytes = part.key, part.nbytes
-        known = self._groups.get(key[0]) or self._groups.setdefault(key[0], _Group())
+        known = self._groups[key[0]]
         _, freed = known.coming.pop(key, (0, 0))
         if known.step is not None and part.local_step < known.step:
             self._bytes -= freed
@@ -158,16 +159,13 @@ class Staging(Generic[P]):
 
     def give_back(self, key: PushKey) -> None:
         """A part that was announced, and has come, is refused."""
-        known = self._groups.get(key[0])
-        if known is not None:
-            self._bytes -= known.coming.pop(key, (0, 0))[1]
+        self._bytes -= self._groups[key[0]].coming.pop(key, (0, 0))[1]
 
     def drop(self, group: int) -> None:
         """No step of a group will be applied any more: its parts go."""
-        known = self._groups.get(group)
-        if known is not None:
-            self._bytes -= sum(part.nbytes for part in known.parts.values())
-            known.parts.clear()
+        parts = self._groups[group].parts
+        self._bytes -= sum(part.nbytes for part in parts.values())
+        parts.clear()
 
     def held(self) -> list[P]:
         """Return all parts that have come in whole."""
@@ -189,8 +187,7 @@ class Staging(Generic[P]):
         Returns:
             The parts that are here and their weights, in the order of ``pushes``.
         """
-        known = self._groups.get(group)
-        held = {} if known is None else known.parts
+        held = self._groups[group].parts
         found: list[tuple[P, float]] = []
         for task, incarnation, push, weight in pushes:
             part = held.get((group, (task, incarnation), push))
@@ -204,7 +201,7 @@ class Staging(Generic[P]):
         Returns:
             How many bytes that was; they stay within the budget until ``applied``.
         """
-        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
+        known = self._groups[group]
         known.step = step + 1
         for key, (local_step, nbytes) in list(known.coming.items()):
             if local_step <= step:
@@ -240,13 +237,12 @@ class Staging(Generic[P]):
 
     def step(self, group: int) -> int | None:
         """Return the step that the group has here; None if none was closed yet."""
-        known = self._groups.get(group)
-        return None if known is None else known.step
+        return self._groups[group].step
 
     def is_closed(self, group: int, step: int) -> bool:
         """Return whether a step was closed here."""
-        known = self._groups.get(group)
-        return known is not None and known.step is not None and step < known.step
+        present = self._groups[group].step
+        return present is not None and step < present
 
     def statistics(self) -> dict[str, int]:
         """Return sizes and counters as of now.

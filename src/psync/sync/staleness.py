@@ -50,16 +50,14 @@ class Release:
     ahead: int  # rounds that it is ahead of the slowest worker that has work
 
 
+@dataclass(slots=True)
 class _Clock:
     """Of one replica."""
 
-    __slots__ = ("has_work", "released", "start", "ticks")
-
-    def __init__(self, start: int) -> None:
-        self.start = start  # what the clock would show at tick 0
-        self.ticks = 0  # highest number of a tick
-        self.released = 0  # highest number of one that was released
-        self.has_work = False
+    start: int  # what the clock would show at tick 0
+    ticks: int = 0  # highest number of a tick
+    released: int = 0  # highest number of one that was released
+    has_work: bool = False
 
     @property
     def value(self) -> int:

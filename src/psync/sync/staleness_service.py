@@ -54,7 +54,6 @@ class ClockService:
         self._known = asyncio.Event()  # who has work
         self._alive: dict[str, int] = {}
         self._busy: frozenset[str] | None = None
-        self._version = 0  # of the latest report of the coordinator
         self._ended = False
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -62,11 +61,10 @@ class ClockService:
         return {TickClock: Handler(self._tick)}
 
     def hear(self, message: ReportSchedule) -> None:
-        """Note a report of the coordinator, unless a newer one was there."""
+        """Note a report of the coordinator."""
         if message.ended is not None:
             self.end()
-        elif message.version > self._version:
-            self._version = message.version
+        else:
             busy = None if message.queued else frozenset(task for _, task in message.in_flight)
             self._alive, self._busy = dict(message.workers), busy
             self._known.set()

@@ -35,9 +35,6 @@ NOTHING = ShardSet(())
 
 Gradient = np.ndarray | RowValues
 
-Listed = list[tuple[int, float]] | None
-"""Factors of variables, as a message has them."""
-
 
 class RowsAsWhole:
     """The gradient of some rows as one of the whole shard, zero in the others; made when it is cut.
@@ -92,14 +89,7 @@ class Layout(NamedTuple):
     touched: Sequence[Key]  # all shards that must be idle
 
 
-class OutgoingStep(msgspec.Struct):
-    """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
-
-    close: Close
-    is_applied: bool = False  # here: pushes of which each ps has a part are answered
-    is_measured: bool = False  # the factors are known, where there are any
-    scales: Listed = None
-    ratios: Listed = None
+NO_LAYOUT = Layout((), -1, (), 0, ())
 
 
 class KnownGroup:
@@ -140,9 +130,10 @@ class KnownGroup:
         self.takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
         self.touched: Sequence[Key] = ()  # by its last step, which is perhaps being applied
         self.spread = False  # on ps 0: whether a variable of a push lies on several ps tasks
-        self.outgoing: OutgoingStep | None = None  # likewise
+        self.outgoing: Close | None = None  # likewise, the step that is decided, until all know
+        self.answered = -1  # likewise, the last step of whose pushes those on every ps are answered
         self.one: np.ndarray | None = None  # by which the global step is raised
-        self._layout = Layout((), -1, (), 0, ())  # of the last step whose pushes were alike
+        self._layout = NO_LAYOUT  # of the last step whose pushes were alike
 
     @functools.cached_property
     def averages(self) -> list[Average]:
@@ -206,8 +197,7 @@ class KnownGroup:
             if layout.pushes != count or layout.shards != known.keys:
                 costs = [length * count for length in known.costs]
                 layout = self._layout = self.layout(known.keys, count, costs)
-        step.shards, step.touched = layout.shards, layout.touched
-        step.costs, step.nbytes = layout.costs, layout.nbytes
+        step.layout = layout
         if self.takes_norms or message.scales is not None or message.ratios is not None:
             step.take_norms(message)
         optimizer = self.store.optimizers[self.number]
@@ -230,10 +220,7 @@ class Step(msgspec.Struct, eq=False):
     pushes: list[Gradients] = msgspec.field(default_factory=list)
     weights: list[float] = msgspec.field(default_factory=list)
     alone: Sequence[str] = ()  # what this ps must measure by itself before it begins
-    shards: Sequence[Key] = ()  # as in ``Layout``, as are these
-    touched: Sequence[Key] = ()
-    costs: Sequence[int] = ()
-    nbytes: int = 0
+    layout: Layout = NO_LAYOUT
     # Of each shard, in the order of the sum, where pushes have different ones.
     _gradients: Sequence[Sequence[Gradient]] = ()
     _shard_weights: Sequence[Sequence[float]] = ()
@@ -268,12 +255,12 @@ class Step(msgspec.Struct, eq=False):
             None if scales is None else dict(scales),
             None if ratios is None else dict(ratios),
         )
-        if not self.norms.known_for(self.shards):
+        if not self.norms.known_for(self.layout.shards):
             raise RemoteProtocolError(
                 f"{self.store.task}: step {self.number} of {self.known.config.name} changes "
                 "shards whose norms were not measured"
             )
-        self.alone = self.norms.passes_alone(self.shards)
+        self.alone = self.norms.passes_alone(self.layout.shards)
 
     def measure(self, what: str, position: int, into: list[Sums]) -> Work:
         """Begin to measure one shard, which changes nothing.
@@ -283,7 +270,7 @@ class Step(msgspec.Struct, eq=False):
             position: Of the shard; one after the other, in order.
             into: Gets its sums of squares at the end.
         """
-        key = self.shards[position]
+        key = self.layout.shards[position]
         gradients, rows = self._wholes_or_rows(position)
         if rows and what != UPDATES:
             return self.store.square_row_mean(key, self._row_mean(rows, position), into)
@@ -297,34 +284,34 @@ class Step(msgspec.Struct, eq=False):
     def measure_at_once(self, what: str) -> list[ShardSums]:
         """Do a whole pass; for small shards, none of which is busy."""
         sums: list[Sums] = []
-        for position in range(len(self.shards)):
+        for position in range(len(self.layout.shards)):
             for _ in self.measure(what, position, sums):
                 pass
         return self.sums_by_shard(sums)
 
     def sums_by_shard(self, sums: Sequence[Sums]) -> list[ShardSums]:
         """Return what a pass over all shards has measured, with their names."""
-        return [(*key, *pair) for key, pair in zip(self.shards, sums, strict=True)]
+        return [(*key, *pair) for key, pair in zip(self.layout.shards, sums, strict=True)]
 
     def whole(self) -> None:
         """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
-        self.store.check_idle(self.touched)
+        self.store.check_idle(self.layout.touched)
         first, known = 0, self.known
         for what in self.alone:
             self.norms.conclude(what, self.measure_at_once(what))
         if self.plan is not None and self.norms.scales is None and self.norms.ratios is None:
-            first = len(self.shards)
+            first = len(self.layout.shards)
             means = Means(self.pushes, self.weights, known.config.reduction)
             self.store.apply_at_once(known.number, self.plan, means, self.optimizer_step)
-        for position in range(first, len(self.costs)):
+        for position in range(first, len(self.layout.costs)):
             for _ in self.work(position):
                 pass
 
     def work(self, position: int) -> Work:
         """Begin on one shard; then on one average; at last on the global step."""
-        if position < len(self.shards):
+        if position < len(self.layout.shards):
             return self._mean(position)
-        position -= len(self.shards)
+        position -= len(self.layout.shards)
         averages = self.known.averages
         if position == len(averages):
             raised, one = self.known.global_step, self.known.one
@@ -335,7 +322,7 @@ class Step(msgspec.Struct, eq=False):
         return self.store.average(shadow, value, self.known.config.decay_at(self.number + 1))
 
     def _mean(self, position: int) -> Work:
-        key = self.shards[position]
+        key = self.layout.shards[position]
         gradients, rows = self._wholes_or_rows(position)
         number = self.known.number
         if rows:
@@ -371,7 +358,7 @@ class Step(msgspec.Struct, eq=False):
 
     def _row_mean(self, rows: Sequence[RowValues], position: int) -> RowMean:
         config = self.known.config
-        scale, weights = self._scale(self.shards[position]), self._weights_of(position)
+        scale, weights = self._scale(self.layout.shards[position]), self._weights_of(position)
         per_index = config.sparse_divisor == "per_index"
         return RowMean(rows, weights, config.reduction, per_index, scale)
 

@@ -27,10 +27,15 @@ from typing import Any
 import msgspec
 
 from psync.cluster import task_name
-from psync.errors import ClosedError, FencedError, PsyncError, RemoteProtocolError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    PsyncError,
+    RemoteProtocolError,
+)
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
-from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.executor import LATER, Later
 from psync.sync.log_clock import LogClock
@@ -113,14 +118,12 @@ class StepCloser:
         self.all_ps = AllPs(platform, attach, sync, pool, self._heard, self._unheard, timeline)
         self._clocks = clocks
         self._loop = asyncio.get_running_loop()
-        self._report_version = 0
         sync.took, sync.judged, sync.left = self._took, self._judge, self._left
         sync.applied = self._applied
         self.outgoing = platform.parts.of(OutgoingSteps)(
             sync, self.all_ps, self.steps, self._perform,
             self._go_on_without, is_hosted=is_hosted,
         )  # fmt: skip
-        self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
         self._clock = LogClock(self._expired)
         self._lacked: Mapping[str, int] = {}  # at how many looks in a row
@@ -157,9 +160,9 @@ class StepCloser:
         if outgoing is not None and self.outgoing.pauses:
             lacks = [f"the end of a pause ({', '.join(sorted(self.outgoing.pauses))})"]
         elif outgoing is not None:
-            step = outgoing.close.step
             lacks = [
-                f"/job:ps/task:{ps}, which applies step {step}" for ps in self.all_ps.awaited(group)
+                f"/job:ps/task:{ps}, which applies step {outgoing.step}"
+                for ps in self.all_ps.awaited(group)
             ]
         parts = [
             (task, push, ps)
@@ -194,15 +197,12 @@ class StepCloser:
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
         """Be where the rule is of the one whose backup this is."""
-        (parts, groups), rule = state
-        await self._sync.restore((parts, groups), arrays)
+        held, rule = state
+        await self._sync.restore(held, arrays)
         configs = {group: known.config for group, known in self._sync.groups.items()}
         self.steps.restore(rule, configs)
         self._clock.note(rule["now"])
         self.outgoing.restore()
-        for group, *_, factors in groups:
-            if factors is not None:
-                self.outgoing.note_factors(NormsMeasured(group, *factors))
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes which entry of the log of the one whose backup this is."""
@@ -254,8 +254,6 @@ class StepCloser:
         self.outgoing.end()
         self._clock.cancel()
         await self.all_ps.close()
-        while self._beginning:  # all ends with its links
-            await asyncio.wait(list(self._beginning.values()))
 
     # Pushes.
 
@@ -375,9 +373,8 @@ class StepCloser:
         message = request.message
         self._check()
         self._sync.known(message.group, message.config)
-        if not self.steps.knows(message.group):
+        if self.steps.is_stale(message.group, 0) is None:
             await self._begin(message.group)
-            self._check()
         await self._sync.executor.run(request.peer.client, message, self._define)
         request.answer(Number(self.steps.present(message.group)))
 
@@ -395,29 +392,20 @@ class StepCloser:
     # The first step of a group.
 
     async def _begin(self, group: int) -> None:
-        """Begin a group at the present global step, read once for all who ask meanwhile."""
-        beginning = self._beginning.get(group)
-        if beginning is None:
-            beginning = self._loop.create_task(self._read_first(group))
-            self._beginning[group] = beginning
-            beginning.add_done_callback(partial(self._begun, group))
+        """Begin a group at the present global step; whoever has read it first decides."""
+        known = self._sync.groups[group]
         try:
-            await shielded(beginning)
+            step = await self.all_ps.read_global_step(known.config)
+            if step < 0:
+                raise ConfigurationError(
+                    f"{known.config.name}: expected a global step of at least 0, got {step}"
+                )
+            message = BeginGroup(group, known.raw, step=step)
+            await self._sync.executor.run(FROM_CLOSER, message, self._define)
         except PsyncError:
             self._check()
             raise
-
-    async def _read_first(self, group: int) -> None:
-        known = self._sync.groups[group]
-        step = await self.all_ps.read_global_step(known.config)
-        message = BeginGroup(group, known.raw, step=step)
-        await self._sync.executor.run(FROM_CLOSER, message, self._define)
-
-    def _begun(self, group: int, task: asyncio.Task[None]) -> None:
-        del self._beginning[group]
-        # It is seen, even if those who asked have gone.
-        if not task.cancelled() and not isinstance(error := task.exception(), PsyncError | None):
-            logger.error("synchronous group %d cannot begin", group, exc_info=error)
+        self._check()
 
     def _define(self, message: BeginGroup) -> None:
         config = self._sync.known(message.group, message.config).config
@@ -429,10 +417,8 @@ class StepCloser:
     # Membership, and time.
 
     def hear(self, message: ReportSchedule) -> None:
-        """Note a report of the coordinator, unless a newer one was there."""
-        if message.version > self._report_version:
-            self._report_version = message.version
-            self._note(replace(message, now=self._clock.now()), self._set_members)
+        """Note a report of the coordinator."""
+        self._note(replace(message, now=self._clock.now()), self._set_members)
 
     def _set_members(self, message: ReportSchedule) -> None:
         self._clock.note(message.now)
@@ -458,11 +444,11 @@ class StepCloser:
 
     def _applied(self, message: CloseStep) -> None:
         """A step is applied here: answer the pushes of which each ps has a part."""
-        outgoing = self._sync.groups[message.group].outgoing
-        if outgoing is not None and outgoing.close.step == message.step:
-            outgoing.is_applied = True
+        known = self._sync.groups[message.group]
+        if known.outgoing is not None and known.outgoing.step == message.step:
+            known.answered = message.step
             reads: Reads = {}
-            for answer in outgoing.close.answers:
+            for answer in known.outgoing.answers:
                 self._answer(answer, reads)
 
     def _answer(self, answer: Answer, reads: Reads) -> None:
@@ -482,8 +468,9 @@ class StepCloser:
                 if isinstance(action, Refuse):
                     self._sync.fail(key, action.error)
                     continue
-                outgoing = self._sync.groups[action.group].outgoing
-                if outgoing is None or outgoing.is_applied or action not in outgoing.close.answers:
+                known = self._sync.groups[action.group]
+                close = known.outgoing
+                if close is None or known.answered == close.step or action not in close.answers:
                     self._answer(action, reads)
         may_wait = self.steps.is_short or self._clock.deadline is not None
         if may_wait and HOSTED not in self.outgoing.pauses and self._over is None:

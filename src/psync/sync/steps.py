@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from psync.errors import (
-    ConfigurationError,
     FencedError,
     LocalProtocolError,
     NotEnoughReplicas,
@@ -44,7 +45,7 @@ from psync.store.sync_config import SyncConfig
 from psync.sync.group import Group
 from psync.sync.pushes import Action, Close, Contribution, Refuse
 from psync.sync.tokens import Replica
-from psync.wire.closure_numbers import Finality, first_of
+from psync.wire.closure_numbers import Finality
 
 
 class _Groups(dict[int, Group]):
@@ -52,6 +53,20 @@ class _Groups(dict[int, Group]):
 
     def __missing__(self, group: int) -> Group:
         raise LocalProtocolError(f"synchronous group {group} is not defined")
+
+
+class RuleState(msgspec.Struct, eq=False):
+    """What a backup has of the rule, too, beside its groups and which closures are final."""
+
+    incarnations: dict[str, int] = msgspec.field(default_factory=dict)
+    """The newest known of each task that pushed."""
+    alive: dict[str, int] | None = None  # None: nobody has said so far
+    missing: tuple[str, ...] = ()
+    now: float = 0.0  # when this was said
+    in_flight: list[int] = msgspec.field(default_factory=list)  # closures; none: more may start
+    ended: str | None = None  # why
+    noted: list[tuple[int, int, int, bytes]] = msgspec.field(default_factory=list)
+    """Calls of groups to be defined."""
 
 
 class SyncSteps:
@@ -68,14 +83,8 @@ class SyncSteps:
         self._others = others
         self._groups = _Groups()
         self.is_short = False
-        self._incarnations: dict[str, int] = {}  # newest known of each task that pushed
-        self._alive: dict[str, int] | None = None  # None: nobody has said so far
-        self._missing: tuple[str, ...] = ()
-        self._now = 0.0  # when this was said
-        self._in_flight: frozenset[int] = frozenset()  # closures; none: more may be started
         self._final = Finality()
-        self._ended: str | None = None  # why
-        self._noted: list[tuple[int, int, int, bytes]] = []  # calls of groups to be defined
+        self._state = RuleState()
 
     # Groups.
 
@@ -86,29 +95,17 @@ class SyncSteps:
             group: Its number.
             config: What its optimizer said.
             initial_step: The value of the global step.
-
-        Raises:
-            ConfigurationError: If it is known with another configuration.
         """
-        known = self._groups.get(group)
-        if known is None:
-            known = self._groups[group] = Group(
-                number=group, config=config, others=self._others,
-                step=initial_step, first_step=initial_step,
-            )  # fmt: skip
-            if self._alive is not None:  # it knows since when too few live
-                known.follow(self._alive, self._now)
-                self.is_short |= known.short_since is not None
-            known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
-        elif known.config != config:
-            raise ConfigurationError(
-                f"{known.config.name}: a different configuration than at first: expected "
-                f"{known.config.to_config()}, got {config.to_config()}"
-            )
-
-    def knows(self, group: int) -> bool:
-        """Return whether the group is defined."""
-        return group in self._groups
+        if group in self._groups:
+            return
+        known = self._groups[group] = Group(
+            number=group, config=config, others=self._others,
+            step=initial_step, first_step=initial_step,
+        )  # fmt: skip
+        if self._state.alive is not None:  # it knows since when too few live
+            known.follow(self._state.alive, self._state.now)
+            self.is_short |= known.short_since is not None
+        known.note_calls([noted[1:] for noted in self._state.noted if noted[0] == group])
 
     def present(self, group: int) -> int:
         """Return the group's present step; -1: it is not defined."""
@@ -124,7 +121,7 @@ class SyncSteps:
         if known is None:
             return None
         first = known.first_step if local_step < 0 else local_step
-        return known.step > first or self._ended is not None or known.broken is not None
+        return known.step > first or self._state.ended is not None or known.broken is not None
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
@@ -141,9 +138,9 @@ class SyncSteps:
         known, replica = self._groups[group], contribution.replica
         actions: list[Action] = []
         try:
-            if self._incarnations.setdefault(replica[0], replica[1]) != replica[1]:
+            if self._state.incarnations.setdefault(replica[0], replica[1]) != replica[1]:
                 actions += self._replace_older(replica)
-            push = known.judge(contribution, self._final, self._ended)
+            push = known.judge(contribution, self._final, self._state.ended)
         except PsyncError as exc:
             return [*actions, Refuse(group, replica, contribution.number, exc)]
         if push.answer is not None:  # it is known
@@ -170,8 +167,8 @@ class SyncSteps:
             LocalProtocolError: If it was not being closed.
         """
         actions = self._groups[group].closed(step)
-        if self._ended is not None:
-            actions += self._groups[group].refuse_waiting(TrainingEnded(self._ended))
+        if self._state.ended is not None:
+            actions += self._groups[group].refuse_waiting(TrainingEnded(self._state.ended))
         return actions + self._close_what_is_due()
 
     def finish(self) -> list[Action]:
@@ -179,7 +176,7 @@ class SyncSteps:
 
         However few replicas live: those that pushed may have gone, and nobody goes on without them.
         """
-        if self._ended is not None:
+        if self._state.ended is not None:
             return []
         return [
             known.close(partial=not known.is_complete)
@@ -190,7 +187,7 @@ class SyncSteps:
     @property
     def is_settled(self) -> bool:
         """Whether all that was counted has been applied, as far as it can be."""
-        over = self._ended is not None
+        over = self._state.ended is not None
         return not any(
             known.closing or (known.may_end and not over) for known in self._groups.values()
         )
@@ -208,21 +205,21 @@ class SyncSteps:
         not named need not be dead: a worker that is out of data takes part no more, and may be
         waiting for its token all the same. Of deaths ``fence`` tells.
         """
-        self._alive = dict(alive)
-        self._missing, self._now = tuple(missing), now
+        self._state.alive = dict(alive)
+        self._state.missing, self._state.now = tuple(missing), now
         actions = [act for task, number in alive.items() for act in self.fence(task, number)]
         self.is_short = False
         for known in self._groups.values():
-            known.follow(self._alive, now)
+            known.follow(self._state.alive, now)
             self.is_short |= known.short_since is not None
         return actions + self._close_what_is_due()
 
     def fence(self, task: str, below: int) -> list[Action]:
         """Incarnations of ``task`` below ``below`` are over: they wait no more."""
-        known = self._incarnations.get(task)
+        known = self._state.incarnations.get(task)
         if known is None or known >= below:
             return []
-        self._incarnations[task] = below
+        self._state.incarnations[task] = below
         return self._drop((task, known), f"incarnation {known} of {task} is over")
 
     def schedule(self, queued: bool, in_flight: Sequence[int]) -> list[Action]:
@@ -232,13 +229,15 @@ class SyncSteps:
             queued: Whether more may be started: then ``in_flight`` says nothing.
             in_flight: Ids of the closures that workers hold.
         """
-        self._in_flight = frozenset() if queued else frozenset(in_flight)
+        self._state.in_flight = [] if queued else sorted(set(in_flight))
         return self._close_what_is_due()
 
     def final_below(self, closure: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Forget the calls of all closures below ``closure``; as ``Ledger.final_below``."""
         if self._final.update(closure, kept):
-            self._noted = [noted for noted in self._noted if not self._final.is_over(noted[1])]
+            self._state.noted = [
+                noted for noted in self._state.noted if not self._final.is_over(noted[1])
+            ]
             for known in self._groups.values():
                 known.forget_calls(self._final)
 
@@ -246,22 +245,13 @@ class SyncSteps:
         """Return the steps that are decided, and not applied by every ps."""
         return [known.closing for known in self._groups.values() if known.closing is not None]
 
-    def pending(self) -> list[tuple[int, int, Contribution]]:
-        """Return (group, step, push) of all that was counted in steps that are not applied."""
-        return [
-            (number, step, contribution)
-            for number, known in self._groups.items()
-            for step, contribution in known.pending()
-        ]
-
     def pending_closures(self) -> list[int]:
         """Return the closures, by first run, that were counted in a step that is not applied."""
-        pushes = [push for *_, push in self.pending()]
-        return sorted({first_of(push.closure) for push in pushes if push.closure is not None})
+        return sorted({first for known in self._groups.values() for first, _ in known.pending()})
 
     def calls(self) -> list[tuple[int, int, int, bytes]]:
         """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
-        calls = [noted for noted in self._noted if noted[0] not in self._groups]
+        calls = [noted for noted in self._state.noted if noted[0] not in self._groups]
         for number, known in self._groups.items():
             calls += [(number, *call) for call in known.calls()]
         return calls
@@ -273,7 +263,7 @@ class SyncSteps:
             calls: (group, closure, ordinal, digest) of each.
             final: Which closures are final.
         """
-        self._noted, self._final = list(calls), Finality(final.below, final.listed())
+        self._state.noted, self._final = list(calls), Finality(final.below, final.listed())
 
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.
@@ -281,7 +271,7 @@ class SyncSteps:
         A step that is being applied is carried to its end, and those whose pushes count in it are
         told so; one that is not complete is dropped.
         """
-        self._ended = reason
+        self._state.ended = reason
         error = TrainingEnded(reason)
         return [
             act
@@ -327,14 +317,10 @@ class SyncSteps:
     def snapshot(self) -> dict[str, Any]:
         """Return all of its state as plain data: numbers, texts, lists."""
         return {
-            "incarnations": [list(each) for each in self._incarnations.items()],
-            "alive": None if self._alive is None else [list(each) for each in self._alive.items()],
-            "missing": list(self._missing), "now": self._now,
-            "in_flight": sorted(self._in_flight), "final_below": self._final.below,
-            "kept": [list(each) for each in self._final.listed()],
-            "ended": self._ended, "noted": [list(each) for each in self._noted],
+            **msgspec.to_builtins(self._state, builtin_types=(bytes,)),
+            "final": [self._final.below, self._final.listed()],
             "groups": [[number, known.snapshot()] for number, known in self._groups.items()],
-        }  # fmt: skip
+        }
 
     def restore(self, state: Mapping[str, Any], configs: Mapping[int, SyncConfig]) -> None:
         """Take the state that another one has returned.
@@ -343,13 +329,8 @@ class SyncSteps:
             state: Of the other one.
             configs: Of its groups.
         """
-        self._incarnations = dict(state["incarnations"])
-        self._alive = None if state["alive"] is None else dict(state["alive"])
-        self._missing, self._now = tuple(state["missing"]), state["now"]
-        self._in_flight = frozenset(state["in_flight"])
-        self._final = Finality(state["final_below"], map(tuple, state["kept"]))
-        self._ended = state["ended"]
-        self._noted = [tuple(each) for each in state["noted"]]
+        self._state = msgspec.convert(state, RuleState)
+        self._final = Finality(*state["final"])
         for number, group in state["groups"]:
             self.define(number, configs[number], 0)
             known = self._groups[number]
@@ -365,7 +346,7 @@ class SyncSteps:
         nobody else can if all living replicas wait in one. A group that is being closed will
         let its replicas go on, so nothing is decided for lack of others until it has.
         """
-        if self._ended is not None:
+        if self._state.ended is not None:
             return []
         groups = self._groups.values()
         actions: list[Action] = [known.close(partial=False) for known in groups if known.is_due]
@@ -383,23 +364,23 @@ class SyncSteps:
             if known.closing is not None:
                 return False
             num_waiting += len(known.tokens.waiting)
-        if self._alive and num_waiting >= len(self._alive):
+        if self._state.alive and num_waiting >= len(self._state.alive):
             replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
-            if replicas.issuperset(self._alive.items()):
+            if replicas.issuperset(self._state.alive.items()):
                 return True
-        if self._in_flight and num_waiting >= len(self._in_flight):
+        if self._state.in_flight and num_waiting >= len(self._state.in_flight):
             closures = {closure for known in groups for closure in known.waiting_closures()}
-            return self._in_flight <= closures
+            return closures.issuperset(self._state.in_flight)
         return False
 
     def _replace_older(self, replica: Replica) -> list[Action]:
         """Drop what an earlier incarnation of the task has left; FencedError if this is one."""
         task, incarnation = replica
-        known = self._incarnations[task]
+        known = self._state.incarnations[task]
         text = f"incarnation {min(known, incarnation)} of {task} has been replaced"
         if incarnation < known:
             raise FencedError(text)
-        self._incarnations[task] = incarnation
+        self._state.incarnations[task] = incarnation
         return self._drop((task, known), text)
 
     def _drop(self, replica: Replica, text: str) -> list[Action]:
@@ -407,8 +388,8 @@ class SyncSteps:
         return [act for known in self._groups.values() for act in known.drop(replica, error)]
 
     def _not_enough(self, known: Group) -> NotEnoughReplicas:
-        alive = sorted(self._alive or ())
-        missing = ", ".join(self._missing) or "unknown"
+        alive = sorted(self._state.alive or ())
+        missing = ", ".join(self._state.missing) or "unknown"
         return NotEnoughReplicas(
             f"{known.config.name}: step {known.step} needs at least {known.config.min_replicas} "
             f"living replicas that have data, and for {known.config.patience_s:g} s there were "

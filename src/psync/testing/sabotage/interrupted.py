@@ -13,7 +13,7 @@ from psync.client.ps import PlanUpdate
 from psync.client.sync import PartAnswers
 from psync.errors import PsyncError
 from psync.sync.outgoing_steps import OutgoingSteps
-from psync.sync.step import KnownGroup, OutgoingStep
+from psync.sync.pushes import Close
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.frames import Frame
@@ -88,12 +88,12 @@ class SteppedSteps(OutgoingSteps):
 
     failpoints: Failpoints
 
-    def _carry(self, known: KnownGroup, outgoing: OutgoingStep) -> None:
+    def _carry(self, close: Close) -> None:
         """Let every ps apply a step, unless a failpoint says that it cannot be closed."""
         try:
             self.failpoints.hit(STEP_DECIDED)
         except PsyncError as exc:
-            self._carried.add(known.number)
-            self._ended(outgoing.close, [], exc)
+            self._carried.add(close.group)
+            self._ended(close, [], exc)
         else:
-            super()._carry(known, outgoing)
+            super()._carry(close)
