@@ -66,7 +66,7 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.counters "
     "checkpoints.manifest ps.life "
     "backups.pairing backups.locate_ps "
-    "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
+    "sync.steps sync.staging sync.staleness "
     "chief.recovery_rule status.model status.exposition "
     "status.diagnosis status.units "
     "status.dashboard.view"

@@ -9,8 +9,7 @@ from msgspec import msgpack
 
 from psync.errors import PsyncError
 from psync.store.sync_config import SyncConfig
-from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse, Replica
-from psync.sync.steps import SyncSteps
+from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
 from psync.wire.closure_numbers import Finality
 
 GROUP = 7

@@ -15,9 +15,8 @@ from asked import Asked, peer_of
 from interleavings import Cluster, World, explore, played
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.sync import step_closer
-from psync.sync.group import Group
-from psync.sync.outgoing_steps import OutgoingSteps
-from psync.sync.step_closer import StepCloser
+from psync.sync.step_closer import OutgoingSteps, StepCloser
+from psync.sync.steps import Group
 from psync.testing.simulation.mutants import MUTANTS
 from psync.testing.simulation.tight import replaced
 from psync.wire.messages import Held

@@ -12,7 +12,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.rules import SGD
 from psync.store.sync_config import SyncConfig
 from psync.sync.staging import BUDGET_VARIABLE, Staging
-from psync.sync.tokens import Replica
+from psync.sync.steps import Replica
 from psync.wire.limits import Limits
 
 TASK = "/job:ps/task:1"

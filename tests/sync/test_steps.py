@@ -11,10 +11,17 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
 )
-from psync.sync.group import Group
-from psync.sync.pushes import Answer, Close, Contribution, Refuse
-from psync.sync.steps import SyncSteps
-from psync.sync.tokens import Replica, Taker, TokenChannel
+from psync.sync.steps import (
+    Answer,
+    Close,
+    Contribution,
+    Group,
+    Refuse,
+    Replica,
+    SyncSteps,
+    Taker,
+    TokenChannel,
+)
 from psync.wire.closure_numbers import numbered
 from psync.wire.messages import Contributed
 from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica

@@ -23,8 +23,7 @@ from hypothesis.stateful import (
 
 from psync.errors import PsyncError, TransportError
 from psync.store.sync_config import SyncConfig
-from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
-from psync.sync.steps import SyncSteps
+from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
 from psync.wire.closure_numbers import Finality
 from sync_tools import GROUP, Pair, config
 

@@ -9,7 +9,7 @@ variable.
     updates    of the parameter; of its update by the scaled mean  ratio: layerwise rules
 
 A ps that has all of what is added up computes the factors itself. Otherwise ps 0 asks all ps tasks
-for their sums (``sync.outgoing_steps``), and sends the factors with ``CloseStep``. Squares are
+for their sums (``sync.step_closer``), and sends the factors with ``CloseStep``. Squares are
 added up shard by shard in the order of their keys, so the norm is the same, bit for bit, on every
 task.
 """

@@ -1,6 +1,6 @@
 """Requests from ps 0 to all ps tasks, itself among them.
 
-``outgoing_steps`` says what all are told of a step; this tells them, and hears their answers.
+``OutgoingSteps`` says what all are told of a step; this tells them, and hears their answers.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from psync.store.snapshot_state import pack_answer
 from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
-from psync.sync.tokens import Replica
+from psync.sync.steps import Replica
 from psync.wire import codec
 from psync.wire.closure_numbers import unpack_kept
 from psync.wire.codec import Message

@@ -390,7 +390,7 @@ class PsSync:
             RemoteProtocolError: A part of it is not here.
             ConfigurationError: Moving averages are not beside their variables.
             RuleError: A rule of a user's raised for some shard, which is as it was; all others are
-                updated. ps 0 then ends the group (``outgoing_steps``).
+                updated. ps 0 then ends the group (``OutgoingSteps``).
         """
         message = request.message
         if message.measures:

@@ -33,7 +33,7 @@ from typing import Generic, Protocol, TypeVar
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.store.sync_config import SyncConfig
-from psync.sync.tokens import Replica
+from psync.sync.steps import Replica
 
 BUDGET_VARIABLE = "PSYNC_LIMIT_STAGING_BYTES"
 """What sets the budget (``wire.limits``)."""

@@ -22,8 +22,8 @@ from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
 from psync.store.store import Adjacent, Gradients, Key, Means, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
-from psync.sync.pushes import Close
 from psync.sync.staging import PushKey
+from psync.sync.steps import Close
 from psync.wire.messages import CloseStep
 
 GLOBAL_STEP_DTYPE = "int64"

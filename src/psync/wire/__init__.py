@@ -22,7 +22,7 @@ Which of them may be lost: any, with its connection. Then
                                                     again, with all of an update's others; a
                                                     worker's nobody: its session ends, its closure
                                                     runs again and makes the same calls
-    CloseStep, after ps 0 has died                  the promoted ps 0 (``sync.outgoing_steps``)
+    CloseStep, after ps 0 has died                  the promoted ps 0 (``sync.step_closer``)
     LogEntries, parts of a snapshot for a backup    ``backups.primary``, until the backup has them
     RunClosures, ClosureResults, all else that      nobody: the session ends, closures run again
     coordinator and worker tell each other

@@ -12,8 +12,8 @@ from psync.client.link import Answers, Call
 from psync.client.ps import PlanUpdate
 from psync.client.sync import PartAnswers
 from psync.errors import PsyncError
-from psync.sync.outgoing_steps import OutgoingSteps
-from psync.sync.pushes import Close
+from psync.sync.step_closer import OutgoingSteps
+from psync.sync.steps import Close
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.frames import Frame

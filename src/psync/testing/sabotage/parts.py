@@ -16,9 +16,8 @@ from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
-from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_services import PsServices
-from psync.sync.step_closer import StepCloser
+from psync.sync.step_closer import OutgoingSteps, StepCloser
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates

@@ -20,8 +20,8 @@ from psync.net.connection import OwnRequest, Request
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.store.commit_log import CommitLog
-from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
+from psync.sync.step_closer import OutgoingSteps
 from psync.worker.session import Session
 
 T = TypeVar("T")

@@ -15,9 +15,8 @@ from psync.net.platform import PerProcess
 from psync.ps.admission import UpdateGate
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Client, Ledger, Ticket
-from psync.sync.pushes import Action, Contribution
 from psync.sync.step_closer import StepCloser
-from psync.sync.steps import SyncSteps
+from psync.sync.steps import Action, Contribution, SyncSteps
 
 CALLS_KEPT = 2
 """Closures of which a ledger without its low-water mark knows calls."""

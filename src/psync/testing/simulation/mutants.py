@@ -48,14 +48,13 @@ from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.sync import step
-from psync.sync.group import Group
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
-from psync.sync.steps import SyncSteps
+from psync.sync.steps import Group, SyncSteps
 from psync.testing.simulation import wrong
 from psync.testing.simulation.tight import replaced
 from psync.testing.simulation.wrong import Make
