@@ -9,15 +9,15 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 41_558,
-    "src": 57_936,
-    "nodes": 557_819,
-    "tests": 88_520,
+    "core": 41_556,
+    "src": 57_934,
+    "nodes": 557_807,
+    "tests": 88_533,
     "net": 4_362,
     "api": 3_429,
     "store": 2_788,
     "top": 3_581,
-    "sync": 2_881,
+    "sync": 2_879,
     "ps": 2_758,
     "numerics": 2_666,
     "status": 2_405,

@@ -107,6 +107,9 @@ def test_for_whom_a_step_waits() -> None:
     nobody = group(waiting=(W[0],))
     (text,) = texts(status(worker(0, "waiting"), queue=QUEUED, steps=nobody))
     assert text.endswith("1 of 1 workers wait for it, and no other worker has anything to do.")
+    lacking = group(lacks=("the part of /job:worker/task:0 at /job:ps/task:1 (push 8)",))
+    (text,) = texts(status(worker(), queue=QUEUED, steps=lacking))
+    assert text.endswith("It waits for the part of worker 0 at ps 1 (push 8).")
     assert texts(status(worker(), queue=QUEUED, steps=group()))[0].startswith("good")
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
+
 from psync import errors
 from psync.errors import (
     ClosureInputError,
@@ -52,6 +54,12 @@ class TestEveryError:
                 assert copy.args == error.args
                 assert vars(copy) == vars(error)
                 assert str(pickle.loads(pickle.dumps(copy))) == str(error)
+
+
+def test_what_the_operating_system_says_is_told_of_what_was_tried() -> None:
+    with pytest.raises(ConfigurationError, match="run log x: No space left"):
+        with errors.os_errors("run log x", "free some"):
+            raise OSError(28, "No space left")
 
 
 def test_those_that_python_has_a_name_for_are_these_too() -> None:

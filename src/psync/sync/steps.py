@@ -668,11 +668,9 @@ class Group(GroupState, kw_only=True, eq=False):
             )
         return True
 
-    def _target_for(self, alive: Mapping[str, int] | None) -> int:
-        needed = self.config.replicas_to_aggregate
-        if alive is None:
-            return needed
-        return min(needed, max(self.config.min_replicas, len(alive) * self.config.allowance))
+    def _target_for(self, alive: Mapping[str, int]) -> int:
+        most = max(self.config.min_replicas, len(alive) * self.config.allowance)
+        return min(self.config.replicas_to_aggregate, most)
 
     def _answers(self, grants: list[tuple[Taker, int]]) -> list[Action]:
         answers: list[Action] = []
