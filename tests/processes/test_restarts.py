@@ -225,7 +225,7 @@ def test_the_option_wins_over_the_variable() -> None:
 @pytest.mark.promise("failures.chief-absent")
 def test_tasks_whose_chief_was_killed_wait_for_another_one_and_then_end() -> None:
     with by_hand() as cluster:
-        command = (*SERVE, "--chief-timeout", "3")
+        command = (*SERVE, "--chief-timeout", "6")
         tasks = [cluster.start(job, 0, command) for job in ("ps", "worker")]
         for _ in range(2):
             chief = cluster.start("chief", 0, script("idle.py"))
@@ -234,7 +234,7 @@ def test_tasks_whose_chief_was_killed_wait_for_another_one_and_then_end() -> Non
         for task in tasks:
             end = ended(task)
             assert end.code == 1
-            assert "no chief has connected within 3 s since the last one went" in end.err
+            assert "no chief has connected within 6 s since the last one went" in end.err
 
 
 @pytest.mark.promise("failures.replaced-chief")
