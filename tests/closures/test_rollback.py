@@ -74,13 +74,21 @@ def test_those_that_are_not_wholly_in_the_cut_are_undone_once() -> None:
     assert ended.undone(cut) == Undone()
 
 
-def test_what_a_checkpoint_has_is_forgotten() -> None:
-    ended = EndedClosures()
-    ended.ended(3, 1)
-    ended.ended(4, 1)
-    ended.saved(CutCalls([snapshot((3, 0))]), ())
-    assert [closure in ended for closure in (3, 4, 5)] == [False, True, False]
-    assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
+@pytest.mark.promise("closures.reschedule")
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_what_two_checkpoints_have_is_forgotten(is_damaged: bool) -> None:
+    """The newest may be damaged: then a rollback goes to the one before."""
+    ended, cuts = (
+        EndedClosures(),
+        [CutCalls([snapshot((3, 0))]), CutCalls([snapshot((3, 0), (4, 0))])],
+    )
+    for closure in (3, 4, 5):
+        ended.ended(closure, 1)
+    for cut in cuts:
+        ended.saved(cut, ())
+    assert [closure in ended for closure in (3, 4, 5, 6)] == [False, True, True, False]
+    assert ended.undone(cuts[1]) == Undone((5,), 1)
+    assert ended.undone(cuts[0 if is_damaged else 1]) == Undone(*((4,), 1) if is_damaged else ())
 
 
 def shard(number: int, undone: list[Identity]) -> tuple[Identities, Identity]:
@@ -100,7 +108,7 @@ def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -
     ended = EndedClosures(identities)
     ended.ended(numbered(3, 1), 2)
     ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), ())
-    assert ended.undone(CutCalls([snapshot()])) == Undone(), "it is final there"
+    assert ended.undone(CutCalls([snapshot(final_below=5)])) == Undone(), "it is final there"
     ended.ended(numbered(3, 1), 2)
     cut = CutCalls([replace(NOTHING, calls=((3, 0, 0),), final_below=5, kept=((3, 1),))])
     ended.saved(cut, ())
@@ -143,7 +151,8 @@ def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_und
     ended.saved(cut, (7,))
     assert ended.undone(cut) == Undone((5,), 1)
     ended.saved(cut, (7,))
-    ended.saved(CutCalls([snapshot((5, 0))]), (7,))
+    for _ in range(2):
+        ended.saved(CutCalls([snapshot((5, 0))]), (7,))
     assert ended.undone(cut) == Undone()
 
 

@@ -160,7 +160,9 @@ class KeptCalls:
 
 
 class EndedClosures:
-    """The closures that have ended and updated something since the last checkpoint.
+    """The closures that have ended and updated something since the last checkpoint but one.
+
+    The last one may turn out to be damaged, so a rollback may go one further back.
 
     Args:
         identities: Of those that may come again.
@@ -171,14 +173,16 @@ class EndedClosures:
 
     def __init__(self, identities: Identities | None = None) -> None:
         self._identities = Identities() if identities is None else identities
-        self._ended: dict[int, _Ended] = {}  # by the id of the first run
+        # By the id of the first run: not in the last checkpoint; in it, not in the one before.
+        self._ended: dict[int, _Ended] = {}
+        self._saved: dict[int, _Ended] = {}
         self._early: deque[int] = deque(maxlen=NOTED_EARLY)
         self._undone: Sequence[int] = ()  # by the last rollback; their calls are kept
         self._saves = 0  # since then
         self.kept = KeptCalls()
 
     def __contains__(self, closure: int) -> bool:
-        return closure in self._ended
+        return closure in self._ended or closure in self._saved
 
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
@@ -204,12 +208,13 @@ class EndedClosures:
         if self._saves == KEPT_SAVES:
             self.kept.expire(self._undone)
         noted, early = self._ended, set(self._early)
+        self.kept.forget(one.id for first, one in self._saved.items() if first not in noted)
         older = min(early) if len(early) == NOTED_EARLY else 0  # of these nothing is known
         self._early.clear()
         self._ended = {
             first: one for first, one in noted.items() if cut.num_missing(first, one.calls)
         }
-        self.kept.forget(one.id for first, one in noted.items() if first not in self._ended)
+        self._saved = {first: one for first, one in noted.items() if first not in self._ended}
         for first in cut.pending - self._ended.keys():
             identity = self._identities.get(first)
             if first in still_open if identity is None else identity.is_open:
@@ -226,16 +231,16 @@ class EndedClosures:
         What may come again is done no more.
         """
         self.kept.expire(self._undone)
-        undone, updates = [], 0
-        for first, one in self._ended.items():
+        undone, updates, saved = [], 0, dict[int, _Ended]()
+        for first, one in {**self._saved, **self._ended}.items():
             missing = cut.num_missing(first, one.calls)
             updates += missing
             if not missing:
-                self.kept.forget((one.id,))
+                saved[first] = one
                 continue
             undone.append(one.id)
             if one.identity is not None:
                 self._identities.undo(one.identity)
-        self._ended = {}
+        self._ended, self._saved = {}, saved
         self._undone, self._saves = tuple(sorted(undone)), 0
         return Undone(self._undone, updates)
