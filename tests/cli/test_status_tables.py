@@ -201,3 +201,7 @@ def test_long_lines_are_cut_and_not_folded() -> None:
     lines = drawn(status(waits_for="closure 1 (step) on /job:worker/task:0; " * 20), width=60)
     (line,) = [line for line in lines if line.startswith(" waits for")]
     assert line.endswith("…")
+    lacks = ("the part of /job:worker/task:3 at /job:ps/task:1 (push 8)",)
+    group = GroupStatus("sync", 9, 8, 3, (), (), 1.5, 2, 30, 4, 5, lacks)  # but for that
+    lines = drawn(status(steps=StepsStatus(9, 1.5, {}, (group,))), width=60)
+    assert "the part of worker 3 at ps 1 (push 8)" in " ".join(lines)

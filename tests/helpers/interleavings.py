@@ -253,7 +253,7 @@ class World:
         for close in closer.steps.closing():
             sync.groups[GROUP].outgoing = close
             sync.groups[GROUP].answered = (sync.staging.step(GROUP) or 0) - 1
-            closer.outgoing._carried.add(GROUP)
+            closer.outgoing.carried.add(GROUP)
             self.then = partial(closer.outgoing._ended, close)
         return closer
 

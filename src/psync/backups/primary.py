@@ -540,7 +540,7 @@ class BackupService:
 
     async def _copy(self, sender: BackupSender) -> None:
         executor, contents = self.executor, self._contents
-        began, why = asyncio.get_running_loop().time(), f"backup {sender.order.epoch}"
+        began, why = asyncio.get_running_loop().time(), f"copy {sender.order.epoch} to its backup"
         try:
             try:
                 # A step that is being closed is wholly in the snapshot, or in the log.

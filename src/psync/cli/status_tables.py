@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    OverflowMethod,
+    RenderableType,
+    RenderResult,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -92,7 +99,8 @@ def _head(status: Status) -> list[RenderableType]:
     if stale:
         lines.append(_line("staleness", ", ".join(stale)))
     for group in groups(steps):
-        lines += [_line("sync", f"{group['name']}: {group['text']}"), _line("", group["more"])]
+        text = f"{group['name']}: {group['text']}"
+        lines += [_line("sync", text, whole=True), _line("", group["more"])]
     if status.reported:
         values = (f"{name} {value:.4g}" for name, value in status.reported.items())
         lines.append(_line("reported", ", ".join(values)))
@@ -152,8 +160,9 @@ class _Rows:
 # Words and numbers.
 
 
-def _line(head: str, text: str) -> Text:
-    return Text.assemble((f"{head:>10}  ", "dim"), _plain(text), no_wrap=True, overflow="ellipsis")
+def _line(head: str, text: str, *, whole: bool = False) -> Text:
+    how: OverflowMethod = "fold" if whole else "ellipsis"
+    return Text.assemble((f"{head:>10}  ", "dim"), _plain(text), no_wrap=not whole, overflow=how)
 
 
 def _plain(text: str) -> str:

@@ -175,6 +175,7 @@ class OutgoingSteps(Changing):
 
     Attributes:
         pauses: For what nothing is carried.
+        carried: Groups of which a step is on its way to every ps.
     """
 
     def __init__(
@@ -195,14 +196,14 @@ class OutgoingSteps(Changing):
         self._all_ps = all_ps
         self._steps = steps
         self._perform, self._failed = perform, failed
-        self._carried: set[int] = set()  # groups of which a step is on its way to every ps
+        self.carried: set[int] = set()
         self._self = AsIfFrom(FROM_CLOSER)
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
     @property
     def is_torn(self) -> bool:
         """Whether a step that was decided is perhaps not applied everywhere."""
-        return self._is_torn or bool(self._carried)
+        return self._is_torn or bool(self.carried)
 
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
@@ -218,7 +219,7 @@ class OutgoingSteps(Changing):
     def _carry(self, close: Close) -> None:
         """Let every ps that has not done so apply a step."""
         known = self._sync.groups[close.group]
-        self._carried.add(close.group)
+        self.carried.add(close.group)
         norms, passes = known.norms, list[str]()
         is_whole = close.step < known.elsewhere or len(self._all_ps.addresses) < 2
         if known.takes_norms and not is_whole and not close.is_measured:
@@ -277,7 +278,7 @@ class OutgoingSteps(Changing):
 
         def dropped(outcome: object) -> None:
             if isinstance(outcome, PsyncError):
-                self._carried.discard(close.group)
+                self.carried.discard(close.group)
                 self.wake()
 
         request = OwnRequest(self._self, message, (), dropped)
@@ -302,7 +303,7 @@ class OutgoingSteps(Changing):
         message = StepApplied(close.group, close.step, failure)
 
         def act() -> None:
-            self._carried.discard(close.group)
+            self.carried.discard(close.group)
             self.note_applied(message)
             if self.waiting:
                 self.wake()
@@ -335,7 +336,7 @@ class OutgoingSteps(Changing):
         """
         asked = False  # after what is in the log by now
         while not (self._is_over or (asked and self._steps.is_settled)):
-            if self._carried or self.pauses or (asked and self._steps.closing()):
+            if self.carried or self.pauses or (asked and self._steps.closing()):
                 await self.changed()
             else:  # also if something was counted behind what was asked
                 await self._sync.executor.run(client, message, self.close_all)
@@ -366,7 +367,7 @@ class OutgoingSteps(Changing):
         if why not in self._wanted:  # it has ended meanwhile
             return
         self.pauses.add(why)
-        while self._carried:
+        while self.carried:
             await self.changed()
 
     def resume(self, why: str) -> None:
@@ -375,7 +376,7 @@ class OutgoingSteps(Changing):
         self._wanted.discard(why)
         if not self.pauses and not self._is_over:
             for group, known in self._sync.groups.items():
-                if known.outgoing is not None and group not in self._carried:
+                if known.outgoing is not None and group not in self.carried:
                     self._carry(known.outgoing)
         self.wake()
 
@@ -476,13 +477,13 @@ class StepCloser:
     def _lacks(self, group: int) -> list[str]:
         lacks = list[str]()
         outgoing = self._sync.groups[group].outgoing
-        if outgoing is not None and self.outgoing.pauses:
-            lacks = [f"the end of a pause ({', '.join(sorted(self.outgoing.pauses))})"]
-        elif outgoing is not None:
+        if outgoing is not None and group in self.outgoing.carried:
             lacks = [
                 f"/job:ps/task:{ps}, which applies step {outgoing.step}"
                 for ps in self.all_ps.awaited(group)
             ]
+        elif outgoing is not None:
+            lacks = [f"the end of a pause ({', '.join(sorted(self.outgoing.pauses))})"]
         parts = [
             (task, push, ps)
             for (number, (task, _), push), here in self._here.items()

@@ -93,7 +93,7 @@ class SteppedSteps(OutgoingSteps):
         try:
             self.failpoints.hit(STEP_DECIDED)
         except PsyncError as exc:
-            self._carried.add(close.group)
+            self.carried.add(close.group)
             self._ended(close, [], exc)
         else:
             super()._carry(close)
