@@ -9,10 +9,10 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 41_558,
-    "src": 57_936,
-    "nodes": 557_886,
-    "tests": 88_542,
+    "core": 41_567,
+    "src": 57_945,
+    "nodes": 557_917,
+    "tests": 88_546,
     "net": 4_362,
     "api": 3_429,
     "store": 2_788,
@@ -27,7 +27,7 @@ SIZES = {
     "training": 1_488,
     "launch": 1_566,
     "wire": 1_096,
-    "cli": 1_272,
+    "cli": 1_281,
     "worker": 1_141,
     "backups": 918,
     "replicas": 656,
