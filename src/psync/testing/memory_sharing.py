@@ -63,7 +63,7 @@ class MemoryChannel(SideChannel):
         self._random = random
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._ended = False
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[], object] | None = None
 
     def give(self, region: Region) -> bool:
         """Let the peer see a region."""
@@ -89,7 +89,9 @@ class MemoryChannel(SideChannel):
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call ``then`` when the other side reads nothing any more."""
-        self._then, self._context = then, contextvars.copy_context()
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        self._then = lambda: loop.call_soon(then, context=context)
         self._seen["a connection is lost over which something is lent"] += 1
         if not self.peer._ended:
             self._seen["what was lent is read after the connection has been lost"] += 1
@@ -108,7 +110,7 @@ class MemoryChannel(SideChannel):
         then = self._then
         if self.peer._ended and then is not None:
             self._then = None
-            asyncio.get_running_loop().call_soon(then, context=self._context)
+            then()
 
 
 def channels(random: random.Random, seen: Counter[str]) -> tuple[MemoryChannel, MemoryChannel]:

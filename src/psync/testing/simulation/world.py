@@ -83,7 +83,7 @@ class World:
         self.trace: list[tuple[float, int, str, str, str]] = []
         self._graves: list[Process] = []
         self._away: dict[str, float] = {}  # who is not to be started before when
-        self._platforms = itertools.count()
+        self._platforms: list[Platform] = []
         self._newest_incarnation = 0
         self.coordinator: psync.ClusterCoordinator | None = None  # of the living chief
         self._added: list[str] = []  # hosts of workers that came later
@@ -166,6 +166,8 @@ class World:
         for process in (*self._graves, *self.processes.values()):
             process.is_dead = True
             process.bury()
+        for platform in self._platforms:  # what a program still reads keeps none of them
+            platform.memory.end()
         self.processes.clear()
         self.tasks.clear()
         self._graves.clear()
@@ -318,8 +320,8 @@ class World:
 
     def platform(self, name: str) -> Platform:
         """Return the surroundings of a new process."""
-        draw = self.stream(f"{name}:{next(self._platforms)}")
-        return Platform(
+        draw = self.stream(f"{name}:{len(self._platforms)}")
+        platform = Platform(
             self.network.host(name),
             SECRET,
             limits=Limits(**self.plan.limits),
@@ -332,6 +334,8 @@ class World:
             now=self.loop.time,
             threads=False,
         )
+        self._platforms.append(platform)
+        return platform
 
     def _new_incarnation(self) -> int:
         """Return nanoseconds, as ``time.time_ns`` does."""
