@@ -131,21 +131,24 @@ class Joins:
 
         Cancellation: Safe.
         """
+        quiet_since = self._loop.time()
         while not any(future.done() for future in futures):
-            pause = REPORT_EVERY_S
+            until = max(quiet_since, self.heard_at) + REPORT_EVERY_S
             if limit is not None:
                 deadline, timeout_s = limit
-                pause = min(pause, deadline - self._loop.time())
-                if pause <= 0:
+                until = min(until, deadline)
+                if self._loop.time() >= deadline:
                     raise DeadlineExceeded(
                         f"join did not end within {timeout_s:g} s: {await self._waits_for()}",
                         hint="scheduled closures continue; join again, or cancel their "
                         "RemoteValues",
                     )
             done, _ = await asyncio.wait(
-                futures, timeout=pause, return_when=asyncio.FIRST_COMPLETED
+                futures, timeout=until - self._loop.time(), return_when=asyncio.FIRST_COMPLETED
             )
-            if not done and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
+            now = self._loop.time()
+            if not done and now >= max(quiet_since, self.heard_at) + REPORT_EVERY_S:
+                quiet_since = now
                 logger.warning("join waits: %s", await self._waits_for())
 
     async def below(self, cutoff: int, limit: Limit | None = None) -> asyncio.Future[None]:
