@@ -90,7 +90,7 @@ def test_a_limit_that_is_no_number_above_0_is_an_error(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSYNC_LIMIT_CONNECTIONS", text)
-    expected = f"PSYNC_LIMIT_CONNECTIONS: expected a number above 0, got {text!r}"
+    expected = f"PSYNC_LIMIT_CONNECTIONS: expected an integer above 0 (digits only), got {text!r}"
     with pytest.raises(ConfigurationError, match=re.escape(expected)):
         platform_of(resolver(), LOCAL, insecure=True)
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.net.certificates import load_tls
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import (
@@ -259,7 +259,7 @@ def limits_of(environ: Mapping[str, str]) -> Limits:
         text = environ.get(variable)
         if text is None:
             continue
-        if not text.isascii() or not text.isdigit() or int(text) == 0:
-            raise ConfigurationError(f"{variable}: expected a number above 0, got {text!r}")
+        fits = text.isascii() and text.isdigit() and int(text) > 0
+        check_fits(fits, f"{variable}: expected an integer above 0 (digits only)", text)
         given[field.name] = int(text)
     return dataclasses.replace(Limits(), **given)
