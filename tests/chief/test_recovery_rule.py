@@ -144,12 +144,25 @@ def test_the_promoted_one_is_lost_before_it_is_attached_and_looked_for_at_home()
     assert cluster.rule.homes == [0, 1]
 
 
-def test_a_failover_that_fails_without_a_checkpoint_is_the_end() -> None:
-    cluster = Cluster(1, None, saved=False)
-    cluster.lose(0)
-    ((end, error, all_lost, _),) = cluster.fail(TimeoutError())
-    assert end == "end"
-    assert error.args == away(0).args
+@pytest.mark.parametrize(
+    ("backup", "lost", "why"),
+    [
+        (None, [0], "TimeoutError()"),
+        (0, [0, 1], "it was in the process of /job:ps/task:1, which died, too"),
+        (None, [0, 2], "/job:ps/task:2 had no complete backup"),
+    ],
+)
+def test_a_failover_that_fails_without_a_checkpoint_is_the_end(
+    backup: int | None, lost: list[int], why: str
+) -> None:
+    cluster = Cluster(1, backup, None, saved=False)
+    for ps in lost:
+        cluster.lose(ps)
+    while (actions := cluster.fail(TimeoutError() if lost == [0] else None))[-1][0] != "end":
+        pass
+    _, error, all_lost, _ = actions[-1]
+    assert error.args == away(lost[-1] if backup is None else 0).args
+    assert error.message == f"{error.args[0]}; its backup cannot take over: {why}"
     assert not all_lost, "others may be asked"
     assert cluster.rule.state is State.GONE
 

@@ -123,8 +123,10 @@ class RecoveryRule:
         self._hands = hands
         self._has_checkpoints = has_checkpoints
         self._may_start_afresh = may_start_afresh
-        # Of a failover: who waits for a backup that died, and who is served where now.
+        # Of a failover: who waits for a backup that died, in whose process the backup of each ps
+        # died, and who is served where now.
         self._alone: list[int] = []
+        self._died_in: dict[int, int] = {}
         self._served: dict[int, int] = {}
         # Of a rollback: who was lost since all were last attached.
         self._lost_since: dict[int, ParameterServerLost] = {}
@@ -142,7 +144,8 @@ class RecoveryRule:
             self._look_at_home(ps)
         elif self.hosts[ps] is not None:
             logger.warning("%s; its backup takes over", error.message)
-            self.state, self._alone, self._served = State.FAILOVER, [], {}
+            self.state = State.FAILOVER
+            self._alone, self._died_in, self._served = [], {}, {}
             self._note_dead(ps)
             self._hands.hold()
             self._hands.recover(self._fail_over)
@@ -182,7 +185,7 @@ class RecoveryRule:
         self._served.pop(ps, None)
         for other, host in enumerate(self.hosts):
             if host == dead:
-                self.hosts[other] = None
+                self.hosts[other], self._died_in[other] = None, dead
                 self._alone.append(other)
             elif host is not None and self.homes[other] == dead:  # it will be found out, but later
                 self._note_lost_with(ps, other)
@@ -202,8 +205,9 @@ class RecoveryRule:
             self._hands.resume()
             return
         lost = self._waiting() or list(self._served)
-        logger.warning("%s: its backup cannot take over: %s", task_name("ps", lost[0]), problem)
-        if self._goes_back(lost):
+        problem = f"its backup cannot take over: {problem}"
+        logger.warning("%s: %s", task_name("ps", lost[0]), problem)
+        if self._goes_back(lost, problem):
             await self._go_back()
 
     def _waiting(self) -> list[int]:
@@ -236,6 +240,8 @@ class RecoveryRule:
     async def _promote(self, ps: int) -> str:
         """Let the backup of a ps serve in its place; return why it does not, or ""."""
         if (host := self.hosts[ps]) is None:
+            if (dead := self._died_in.get(ps)) is not None:
+                return f"it was in the process of {task_name('ps', dead)}, which died, too"
             return f"{task_name('ps', ps)} had no complete backup"
         try:
             await self._hands.promote(ps, host)
@@ -247,8 +253,13 @@ class RecoveryRule:
 
     # Rollback to the newest checkpoint, and the fresh start of lost ps tasks.
 
-    def _goes_back(self, lost: Sequence[int]) -> bool:
-        """Decide where all ps tasks go back to, since these have no backup; False: it is over."""
+    def _goes_back(self, lost: Sequence[int], problem: str = "") -> bool:
+        """Decide where all ps tasks go back to, since these have no backup; False: it is over.
+
+        Args:
+            lost: The ps tasks.
+            problem: Why no backup takes over; part of the final error.
+        """
         self.hosts = [None] * len(self.hosts)
         error = self.lost_ps[lost[0]]
         if self._has_checkpoints():
@@ -258,6 +269,8 @@ class RecoveryRule:
             what = "nothing has been computed yet: it starts again"
         else:
             why = f"{error.task} cannot be recovered: {UNSAVED}: " if self.started else ""
+            if problem:
+                error.message += f"; {problem}"
             self.end(error, why=why)
             return False
         logger.warning("%s; %s", error.message, what)
