@@ -11,6 +11,7 @@ points of installed packages::
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import sys
@@ -94,8 +95,8 @@ def _load(what: str, task: str, load: Callable[[], object]) -> None:
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return where code of the user's was when an error came; None: no such code ran."""
-    psync = os.path.dirname(os.path.dirname(__file__))
-    ours = (psync, os.path.dirname(importlib.__file__), os.path.dirname(asyncio.__file__))
+    psync, *packages = map(os.path.dirname, (__file__, importlib.__file__, asyncio.__file__))
+    ours = (os.path.dirname(psync), *packages, contextlib.__file__)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if os.path.isabs(frame.filename) and not frame.filename.startswith(ours):
             return frame
