@@ -287,9 +287,10 @@ class RemoteError(PsyncError):
         self.traceback_text = traceback_text
 
     def __str__(self) -> str:
-        if not self.traceback_text:
-            return self.message
-        return f"{self.message}\nremote traceback ({self.task}):\n{self.traceback_text.rstrip()}"
+        text = super().__str__()
+        if self.traceback_text:
+            text += f"\nremote traceback ({self.task}):\n{self.traceback_text.rstrip()}"
+        return text
 
 
 class RuleError(RemoteError):

@@ -464,7 +464,7 @@ class PsSync:
                 each for each in message.pushes if ((each[0], each[1]), each[2]) not in here
             )
             raise RemoteProtocolError(
-                f"{self._task}: step {message.step} of group {message.group} is to be closed with "
+                f"{self._task}: step {message.step} of {known.config.name} is to be closed with "
                 f"push {push} of {task} (incarnation {incarnation}), which has not come in yet"
             )
         return known.step_of(message, parts)
@@ -514,7 +514,12 @@ class PsSync:
 
     def end_group(self, group: int, error: PsyncError) -> None:
         """A step could not be applied, here or elsewhere: no other one will be."""
-        self.groups[group].broken = error.with_traceback(None)
+        known = self.groups[group]
+        error.hint = error.hint or (
+            f"{known.config.name} has ended, and takes no more gradients: correct the cause and "
+            "restart the program; it continues from its newest checkpoint, if it has one"
+        )
+        known.broken = error.with_traceback(None)
         self.staging.drop(group)
 
     def _close_for(self, request: Request[CloseStep]) -> None:

@@ -319,8 +319,8 @@ class OutgoingSteps(Changing):
             return
         error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
         logger.error(
-            "%s: step %d of group %d cannot be closed: %s",
-            CLOSER, message.step, group, error.message,
+            "%s: step %d of %s cannot be closed: %s",
+            CLOSER, message.step, self._sync.groups[group].config.name, error.message,
         )  # fmt: skip
         self._perform(self._steps.close_failed(group, error))
         self._sync.end_group(group, error)
