@@ -9,7 +9,6 @@ import pytest
 
 from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.queue import QueueStatistics
-from psync.status.exposition import exposition
 from psync.status.model import (
     SPACING_S,
     WINDOW_S,
@@ -224,7 +223,7 @@ def test_a_synchronous_step_waits_for_who_has_work_and_has_not_come() -> None:
         reading(
             1.0,
             workers={W0: (1, 5), W1: (1, 4), W2: (0, 0)},
-            servers=[ps(sync={"sync/1": sync}), ps(1, iterations=90)],  # others count pushes there
+            servers=[ps(sync={"sync": sync}), ps(1, iterations=90)],  # others count pushes there
         )
     )
     (step,) = status.steps.groups
@@ -235,15 +234,6 @@ def test_a_synchronous_step_waits_for_who_has_work_and_has_not_come() -> None:
     assert status.steps.staleness == {"0": 8, "1": 1}
     assert [each.state for each in status.workers] == ["waiting", "busy", "idle"]
     assert [each.dropped for each in status.workers] == [1, 0, 0]
-
-
-def test_groups_of_one_name_are_told_apart_by_their_numbers() -> None:
-    groups = {name: group() for name in ("sync/1", "other/2", "sync/3", "sync/1/4")}
-    status = seen(reading(1.0, servers=[ps(sync=groups)]))
-    assert [each.name for each in status.steps.groups] == ["sync/1", "other", "sync/3", "sync/1/4"]
-    lines = [line for line in exposition(status).splitlines() if "optimizer=" in line]
-    series = [line.partition(" ")[0] for line in lines]
-    assert len(series) == len(set(series)) > 0
 
 
 def test_a_bound_of_staleness_waits_for_the_slowest() -> None:

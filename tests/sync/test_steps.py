@@ -222,13 +222,15 @@ def test_statistics_count_drops_by_worker() -> None:
     steps.push(0, 0)
     steps.closed(GROUP, 0)
     steps.push(1, 0)
-    statistics = steps.statistics()[f"opt/{GROUP}"]
+    statistics = steps.statistics()["opt"]
     assert statistics["replicas"] == {
         "/job:worker/task:0": {"accepted": 1, "stale": 0, "duplicate": 0},
         "/job:worker/task:1": {"accepted": 0, "stale": 1, "duplicate": 0},
     }
     assert statistics["staleness"] == {"0": 1, "1": 1}
     assert (statistics["steps"], statistics["partial_steps"], statistics["step"]) == (1, 0, 1)
+    steps.define(GROUP + 1, config(1), 0)
+    assert list(steps.statistics()) == ["opt", f"opt/{GROUP + 1}"]
 
 
 def test_initial_tokens_are_put_once() -> None:
@@ -236,7 +238,7 @@ def test_initial_tokens_are_put_once() -> None:
     assert steps.init_tokens(GROUP, 2) == []
     assert steps.init_tokens(GROUP, 2) == []  # a chief that was started again
     assert answers(steps.push(0, 0)) == [accepted(0, 0)]
-    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    tokens = steps.statistics()["opt"]["tokens"]
     assert tokens == {"published": 2, "taken": 1, "void": 0, "left": 1}
 
 
@@ -295,7 +297,7 @@ def test_who_has_a_part_on_every_ps_gets_its_token_with_the_step(strict: bool) -
     assert answers(steps.push(0, 1, number=2, others=[1])) == [accepted(0, 2)]  # asked again
     # The other replicas share what is left.
     assert answers(steps.closed(GROUP, 1)) == [accepted(2, 2)]
-    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    tokens = steps.statistics()["opt"]["tokens"]
     assert tokens["published"] == tokens["taken"] + tokens["void"] + tokens["left"]
 
 
@@ -333,7 +335,7 @@ def test_a_token_that_nobody_waits_for_any_more_is_anothers(strict: bool, is_fen
     steps.closed(GROUP, 0)
     push = steps.push(0, 0, incarnation=1 + is_fenced, others=[1])
     assert answers(push) == [(0, "stale", 1)]
-    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    tokens = steps.statistics()["opt"]["tokens"]
     assert tokens["published"] == tokens["taken"] + tokens["void"] + tokens["left"]
 
 

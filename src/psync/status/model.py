@@ -429,9 +429,8 @@ def status_of(
         return min(rate(name), pushes_per_s)
 
     busy = [each.task for each in bare.workers if each.closure or each.state == "busy"]
-    shown = _shown_names(groups)
     synchronous = tuple(
-        _group(shown[name], group, busy, pace(f"group {name}")) for name, group in groups.items()
+        _group(name, group, busy, pace(f"group {name}")) for name, group in groups.items()
     )
     bounds = tuple(map(_bound, first.get("clocks", {}).values()))
     waiting = {task for group in synchronous for task in group.waiting}
@@ -459,22 +458,15 @@ def status_of(
 # Steps.
 
 
-def _shown_names(groups: Iterable[str]) -> dict[str, str]:
-    """Return the names of groups for people: without their numbers where these tell nothing."""
-    short = {name: name.rpartition("/")[0] for name in groups}
-    taken = Counter([*short, *short.values()])
-    return {name: each if taken[each] == 1 else name for name, each in short.items()}
-
-
 def _group(
-    shown: str, group: Mapping[str, Any], busy: Iterable[str], steps_per_s: float
+    name: str, group: Mapping[str, Any], busy: Iterable[str], steps_per_s: float
 ) -> GroupStatus:
     waiting = tuple(group["waits"])
     pushes = Counter[str]()
     for counts in group["replicas"].values():
         pushes.update(counts)
     return GroupStatus(
-        shown, group["step"], group["target"], group["counted"], waiting,
+        name, group["step"], group["target"], group["counted"], waiting,
         # Whoever has work and does not wait is what the others wait for.
         tuple(task for task in busy if task not in waiting) if waiting else (),
         steps_per_s, group["partial_steps"],

@@ -29,6 +29,7 @@ Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup repl
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -734,12 +735,14 @@ class SyncSteps:
         """Make a group known; the same again changes nothing.
 
         Args:
-            group: Its number.
+            group: Its number, which follows its name if another group has that name.
             config: What its optimizer said.
             initial_step: The value of the global step.
         """
         if group in self._groups:
             return
+        if config.name in self.statistics():
+            config = dataclasses.replace(config, name=f"{config.name}/{group}")
         known = self._groups[group] = Group(
             number=group, config=config, others=self._others,
             step=initial_step, first_step=initial_step,
@@ -948,9 +951,9 @@ class SyncSteps:
         return actions
 
     def statistics(self, lacks: Callable[[int], list[str]] = lambda _: []) -> dict[str, Any]:
-        """Return counters of each group, by its name and number; and what its step ``lacks``."""
+        """Return counters of each group, by its name; and what its step ``lacks``."""
         return {
-            f"{known.config.name}/{number}": {**known.statistics(), "lacks": lacks(number)}
+            known.config.name: {**known.statistics(), "lacks": lacks(number)}
             for number, known in self._groups.items()
         }
 
