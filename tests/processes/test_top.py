@@ -44,7 +44,8 @@ def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
         assert table.startswith("seen.py (process")
         assert "train_step" in table
         (file,) = Path(environ["XDG_RUNTIME_DIR"], "psync").glob("*.json")
-        assert top(environ, str(file), "--once").returncode == 0
+        for named in (str(file), str(run.process.pid)):  # psync run's
+            assert top(environ, named, "--once").returncode == 0
         url = run.wait_for_error(", status at ").partition("metrics at ")[2].partition(",")[0]
         with urllib.request.urlopen(url) as answer:
             assert b'psync_ps_bytes{task="/job:ps/task:0"} 4000.0' in answer.read()

@@ -75,6 +75,7 @@ class Run:
     program: str  # name of its script
     address: str  # "unix:/run/user/1000/psync/123-9f3a.sock"
     token: str  # in hexadecimal digits
+    parent: Whole = 0  # the process that started it, such as psync run; 0: unknown
 
     def __str__(self) -> str:
         return f"{self.program} (process {self.pid})"
@@ -160,7 +161,7 @@ async def answering(directory: Path, program: str, answer: Answer) -> AsyncItera
     make_directory(directory)
     take_away_ended(directory)
     where, token = directory / f"{os.getpid()}-{random_hex(4)}.sock", random_hex(TOKEN_BYTES)
-    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token, os.getppid())
     responding: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -265,7 +266,8 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     """Return this user's run that is meant.
 
     Args:
-        named: The path of its file, or its id, process or program; None: the only one that runs.
+        named: The path of its file, or its id, process, program or parent's process; None: the
+            only one that runs.
         directory: Of run files; default: this user's.
 
     Raises:
@@ -282,7 +284,8 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     meant = [
         run
         for id_, run in running
-        if named is None or named in (id_, str(run.pid), run.program, Path(run.program).stem)
+        if named is None
+        or named in (id_, f"{run.pid}", f"{run.parent}", run.program, Path(run.program).stem)
     ]
     if len(meant) == 1:
         return meant[0]
