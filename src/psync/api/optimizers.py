@@ -9,12 +9,14 @@ is the averaged, synchronous form.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Never, Self
 
 import msgspec
 import numpy as np
@@ -328,6 +330,14 @@ def _checked_rows(slices: IndexedSlices, spec: VariableSpec, what: str) -> Index
     return IndexedSlices(values, indices.astype(np.int64, copy=False), slices.dense_shape)
 
 
+def _unexpected(cls: type[Optimizer], name: str) -> str:
+    # The last parameter of a class stands for those that all optimizers have.
+    known = [*inspect.signature(cls).parameters][:-1] + [*(Optimizer.__init__.__kwdefaults__ or ())]
+    similar = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"expected some of {', '.join(known)}"
+    return f"{cls.__name__}() got an unexpected keyword argument {name!r}; {hint}"
+
+
 def _no_pairs(given: object) -> ValueMismatchError:
     return ValueMismatchError(
         f"apply_gradients: expected (gradient, variable) pairs, got {type(given).__name__}",
@@ -474,7 +484,10 @@ class Optimizer:
         clipvalue: float | None = None,
         gradient_accumulation_steps: int | None = None,
         compression: Compression | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:  # subclasses pass on what they do not know
+            raise TypeError(_unexpected(type(self), next(iter(unknown))))
         forbid_in_step(
             f"making an optimizer ({type(self).__name__})",
             instead="make it once in main(), on the coordinator; the step may capture it. "
