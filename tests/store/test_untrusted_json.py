@@ -84,11 +84,11 @@ THING = {"kind": "a", "pairs": [[1, "x"]]}
         (Hex, "00 ", "it: expected bytes as hexadecimal digits, got '00 '"),
         (list[Pair], [[1, "a"], [1]], "[1]: expected `array` of length 2, got [1]"),
         (list[Pair], [[1, "a"], [1, 2]], "[1][1]: expected `str`, got 2"),
-        (dict[str, list[Whole]], {"a": [None]}, "[...][0]: expected `int`, got {'a': [None]}"),
+        (dict[str, list[Whole]], {"a": [1], "b": [None]}, "['b'][0]: expected `int`, got None"),
         (Thing, [], "it: expected `object`, got []"),
         (Thing, {"pairs": []}, "it: object missing required field `kind`, got {'pairs': []}"),
         (list[Thing], [{**THING, "digest": 3}], "[0].digest: expected bytes as hexadecimal"),
-        (Thing, {**THING, "sizes": {"f": "1"}}, "sizes[...]: expected `int`, got {'f': '1'}"),
+        (Thing, {**THING, "sizes": {"f": "1", "g": 1}}, "sizes['f']: expected `int`, got '1'"),
     ],
 )
 def test_others_are_named(kind: Any, value: Any, said: str) -> None:

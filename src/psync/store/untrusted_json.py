@@ -105,12 +105,42 @@ def _converted(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind, dec_hook=_unhexed)
     except ValueError as exc:  # of msgspec; or a text is no Unicode
-        said, _, place = str(exc).partition(" - at `$")
-        known = place.partition("[...]")[0]  # some value of an object without fixed keys
-        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", known):
-            value = value[name or int(index)]
-        expected = said[0].lower() + said[1:].partition(", got ")[0]
-        raise _damaged(where, place[:-1].lstrip(".") or "it", expected, value) from None
+        text, place, part = str(exc), "", value
+    said, _, path = text.partition(" - at `$")
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.{3})\]", path):
+        if index == "...":
+            part, index = _wrong_item(value, part, kind, text)
+        else:
+            part = part[name or int(index)]
+        place += f".{name}" if name else f"[{index}]"
+    expected = said[0].lower() + said[1:].partition(", got ")[0]
+    raise _damaged(where, place.lstrip(".") or "it", expected, part)
+
+
+def _wrong_item(value: Any, part: dict[str, Any], kind: Any, text: str) -> tuple[Any, str]:
+    """Return the item of a part of ``value`` with which that does not fit, and its key.
+
+    Args:
+        value: All of it.
+        part: An object without fixed keys; its other items are removed.
+        kind: What ``value`` must be.
+        text: Of the error for it.
+    """
+    items = list(part.items())
+    while len(items) > 1:
+        half = len(items) // 2
+        part.clear()
+        part.update(items[:half])
+        try:
+            msgspec.convert(value, kind, dec_hook=_unhexed)
+            is_there = False
+        except ValueError as exc:
+            is_there = str(exc) == text
+        items = items[:half] if is_there else items[half:]
+    part.clear()
+    part.update(items)
+    ((key, item),) = items
+    return item, repr(key)
 
 
 def _unhexed(_: type, value: Any) -> bytes:
