@@ -18,7 +18,7 @@ import pytest
 
 from process_tools import SECRET, Screen, group, is_running, script, watching
 from psync.cluster import split_address
-from psync.errors import BusyError, ClosedError
+from psync.errors import BusyError, ClosedError, ConfigurationError
 from psync.launch.processes import (
     Output,
     Process,
@@ -209,7 +209,8 @@ async def test_an_address_that_was_abandoned_refuses_connections() -> None:
         processes.abandon("ps", 0)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)))
-        with pytest.raises(KeyError):
+        known = "expected one of chief-0, worker-0, worker-1, got 'ps-0'"
+        with pytest.raises(ConfigurationError, match=known):
             processes.start_task("ps", 0)
 
 

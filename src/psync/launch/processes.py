@@ -172,7 +172,7 @@ class ProcessGroup:
             pass_fds: Further descriptors that it inherits, under the same numbers.
 
         Raises:
-            KeyError: If the group has no such task, or has abandoned it.
+            ConfigurationError: If the group has no such task, or has abandoned it.
             BusyError: If it is running.
             ClosedError: If the group is being stopped.
             OSError: If the program cannot be started.
@@ -180,6 +180,8 @@ class ProcessGroup:
         name = f"{job}-{index}"
         if self._stopping:
             raise ClosedError(f"cannot start {name}: the process group is being stopped")
+        known = ", ".join(f"{job}-{index}" for job, index in self._listeners)
+        check_fits((job, index) in self._listeners, f"start_task: expected one of {known}", name)
         process = self.processes.get(name)
         if process is not None and process.returncode is None:
             raise BusyError(f"cannot start {name}: it is running as process {process.pid}")
