@@ -376,7 +376,7 @@ class ClusterCoordinator(_Blocking):
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue[Any]:
         """Queue ``fn(*args, **kwargs)``; see ``psync.ClusterCoordinator.schedule``."""
         schedule = self.coordinator.schedule

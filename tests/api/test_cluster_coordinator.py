@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import traceback
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ async def test_remote_values_are_replaced_by_their_values_at_any_depth():
         result = coordinator.schedule(
             total,
             args=({"arrays": [small, large, small]},),
-            kwargs={"more": small, "none": none},
+            kwargs=ChainMap({"more": small}, {"none": none}),
         )
         assert await result == 4 + 10_000**2 + 4 + 4
         # Once more, when the inputs have ended.
@@ -663,7 +664,7 @@ def test_arguments_of_a_step_are_a_tuple_and_a_dict():
     coordinator = psync.ClusterCoordinator(strategy_of())
     with pytest.raises(SerializationError, match="args: expected a tuple, got int"):
         coordinator.schedule(double, args=3)
-    with pytest.raises(SerializationError, match="kwargs: expected a dict, got list"):
+    with pytest.raises(SerializationError, match="kwargs: expected a mapping, got list"):
         coordinator.schedule(double, kwargs=["x"])
 
 

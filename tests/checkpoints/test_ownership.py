@@ -160,7 +160,7 @@ def test_a_file_that_was_removed_is_made_again(path: Path) -> None:
 def test_who_has_lost_it_to_another_host_gets_an_error(path: Path) -> None:
     """Locks may hold on one host alone."""
     owner = owned(path)
-    says(path, host="elsewhere", pid=7)
+    says(path, host="elsewhere", pid=7, what="a later version adds")
     assert "train.py (process 7 on elsewhere, since 2017-07-14 " in refused(path)
     del owner
     assert path.exists()
@@ -192,7 +192,7 @@ class TestWithoutLocks:
             owned(path)
 
     def test_one_of_another_host_may_live_and_the_error_says_what_to_do(self, path: Path) -> None:
-        says(path, host="elsewhere", pid=7)
+        says(path, host="elsewhere", pid=7, what="a later version adds")
         message = refused(path)
         assert message.endswith(f"; if that process has ended, remove {path}")
         path.unlink()

@@ -477,7 +477,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("made", "text", "evaluates"),
         [
-            (3.0, r"expected \(loss, gradients\) or .*, got float", True),
+            (3.0, r"expected a tuple or list \(loss, gradients\) or .*, got float", True),
             ((1.0, 2.0, 3.0, 4.0), "got 4 values", True),
             (
                 (np.ones(8), {"w": np.zeros((2, 1), "f4")}, Y[:8]),

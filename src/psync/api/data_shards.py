@@ -109,7 +109,7 @@ class Visits:
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[RemoteValue[Any]]:
         """Schedule ``fn(shard, *args, **kwargs)`` for each pending shard; never blocks.
 
@@ -135,7 +135,7 @@ class Visits:
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         *,
         verbose: bool | str = False,
     ) -> None:

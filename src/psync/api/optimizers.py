@@ -332,7 +332,8 @@ def _checked_rows(slices: IndexedSlices, spec: VariableSpec, what: str) -> Index
 
 def _unexpected(cls: type[Optimizer], name: str) -> str:
     # The last parameter of a class stands for those that all optimizers have.
-    known = [*inspect.signature(cls).parameters][:-1] + [*(Optimizer.__init__.__kwdefaults__ or ())]
+    known = [*inspect.signature(cls).parameters][:-1]
+    known += Optimizer.__init__.__kwdefaults__ or ()
     similar = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {similar[0]!r}?" if similar else f"expected some of {', '.join(known)}"
     return f"{cls.__name__}() got an unexpected keyword argument {name!r}; {hint}"
@@ -416,8 +417,8 @@ def parts_of(made: Any) -> Sequence[Any]:
     if not isinstance(made, tuple | list) or len(made) not in (2, 3):
         got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
         raise ValueMismatchError(
-            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
-            f"got {got}",
+            "value_and_grad: expected a tuple or list (loss, gradients) or (loss, gradients, "
+            f"predictions), got {got}",
             hint="return loss, [gradient_of_w, gradient_of_b]. For evaluation alone, a Trainer's "
             "loss_and_predictions returns (loss, predictions)",
         )

@@ -6,7 +6,7 @@ Their types, which differ by arguments, are in ``scheduling.pyi``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from psync.chief.watch import RollbackEvent
@@ -59,7 +59,7 @@ class Scheduling:
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue[Any]:
         """Queue ``fn(*args, **kwargs)`` to run on some worker; never blocks.
 
@@ -99,7 +99,7 @@ class Scheduling:
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any],
-        kwargs: dict[str, Any] | None,
+        kwargs: Mapping[str, Any] | None,
         identity: Identity,
     ) -> RemoteValue[Any]:
         """Do as ``schedule``; another closure of the same identity may come later."""
@@ -169,12 +169,13 @@ def checked_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
     """Return the arguments of a step, checked.
 
     Raises:
-        SerializationError: They are not a tuple and a dict.
+        SerializationError: They are not a tuple and a mapping.
     """
     if not isinstance(args, tuple | list):
         raise SerializationError(
             f"args: expected a tuple, got {type(args).__name__}", hint="args=(value,)"
         )
     if kwargs is not None:
-        checked_kind("kwargs: expected a dict", kwargs, dict, error=SerializationError)
+        kind: Any = Mapping  # abstract, which a type[…] must not be
+        checked_kind("kwargs: expected a mapping", kwargs, kind, error=SerializationError)
     return tuple(args), dict(kwargs or {})

@@ -219,25 +219,25 @@ class Scheduling:
         self,
         fn: Callable[..., Coroutine[Any, Any, T]],
         args: tuple[Any, ...] | list[Any],
-        kwargs: dict[str, Any] | None,
+        kwargs: Mapping[str, Any] | None,
     ) -> RemoteValue[T]: ...
     @overload
     def schedule(
         self,
         fn: Callable[..., Coroutine[Any, Any, T] | T],
         args: tuple[Any, ...] | list[Any],
-        kwargs: dict[str, Any] | None,
+        kwargs: Mapping[str, Any] | None,
     ) -> RemoteValue[T]: ...
     @overload
     def schedule(
         self,
         fn: Callable[..., Coroutine[Any, Any, T]],
         *,
-        kwargs: dict[str, Any] | None,
+        kwargs: Mapping[str, Any] | None,
     ) -> RemoteValue[T]: ...
     @overload
     def schedule(
-        self, fn: Callable[..., Coroutine[Any, Any, T] | T], *, kwargs: dict[str, Any] | None
+        self, fn: Callable[..., Coroutine[Any, Any, T] | T], *, kwargs: Mapping[str, Any] | None
     ) -> RemoteValue[T]: ...
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]: ...
     def _schedule_shard(

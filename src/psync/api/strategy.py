@@ -11,7 +11,7 @@ the placement for each shard.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -358,7 +358,7 @@ class ParameterServerStrategy(Scope):
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``fn`` once on every living worker, at the same time, and return all results.
 
