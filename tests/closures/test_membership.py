@@ -19,7 +19,6 @@ from psync.closures.membership import (
     Flapping,
     Membership,
     ScheduleReports,
-    SessionEnd,
     backoff,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
@@ -90,41 +89,6 @@ def test_task_that_is_not_connected_cannot_disconnect(task: str) -> None:
     text = f"^{task} cannot become lost: it is connecting$"
     with pytest.raises(LocalProtocolError, match=text):
         cluster().disconnected(task)
-
-
-# --- the end of a worker's session -----------------------------------------------------------
-
-LEFT = SessionEnd("w has left (preempted)", in_order=True)
-ENDED = SessionEnd("the session of w was ended (e)")
-TOO_SLOW = SessionEnd("w is lost (e)", blame=True)
-GIVES_UP = SessionEnd("w cannot go on (no memory)", counts=True)
-LOST = SessionEnd("w is lost (e)", blame=True, counts=True)
-
-
-@pytest.mark.parametrize("misses_ps", [False, True])
-@pytest.mark.parametrize(
-    ("leaving", "sent_away", "reason", "end"),
-    [
-        (False, None, "", LOST),
-        (False, False, "", ENDED),
-        (False, True, "", TOO_SLOW),
-        (False, False, "no memory", ENDED),
-        (False, True, "no memory", TOO_SLOW),
-        (True, None, "preempted", LEFT),
-        (True, False, "preempted", LEFT),
-        (True, True, "preempted", LEFT),
-    ],
-)
-def test_the_end_of_a_session_means(
-    leaving: bool, sent_away: bool | None, reason: str, end: SessionEnd, misses_ps: bool
-) -> None:
-    assert SessionEnd.of("w", leaving, sent_away, reason, "e", misses_ps=misses_ps) == end
-
-
-@pytest.mark.parametrize("misses_ps", [False, True])
-def test_a_worker_that_cannot_go_on_counts_as_lost_unless_a_ps_is_missing(misses_ps: bool) -> None:
-    end = SessionEnd.of("w", False, None, "no memory", "e", misses_ps=misses_ps)
-    assert end == (SessionEnd(GIVES_UP.text) if misses_ps else GIVES_UP)
 
 
 # --- back-off --------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from psync.closures.membership import (
     Fences,
     Flapping,
     Membership,
-    SessionEnd,
     TaskState,
     backoff,
 )
@@ -410,7 +409,17 @@ class WorkerLinks:
                 peer.abort()
 
     def _end(self, worker: WorkerRecord) -> None:
-        """A worker does not take part any more."""
+        """A worker does not take part any more.
+
+        | the end | its closures | the worker |
+        |---|---|---|
+        | it leaves | come back, if any are left | is not waited for; may return |
+        | we end it | come back; are blamed if one was too slow | begins again |
+        | it cannot go on, and says why | come back | is lost; counts unless a ps is missing |
+        | without a word | come back, and are blamed | is lost, which counts |
+
+        A worker whose losses count is set aside if there are too many; see ``Flapping``.
+        """
         if worker.peers is None:
             return  # it had left before its connections ended
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
@@ -419,26 +428,33 @@ class WorkerLinks:
         del self.controls[worker.name]
         held = any(link.is_held for link in self._cluster.ps.links)
         misses_ps = held or not self._membership.has_every_ps()
-        end = SessionEnd.of(
-            worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
-        )
-        worker.missed = end.in_order or end.blame or end.counts
-        if end.in_order:
-            logger.info("%s", end.text)
-            self._cluster.note("left", end.text)
+        blame = counts = False
+        if worker.leaving:
+            text = f"{worker.name} has left ({worker.reason})"
+        elif worker.sent_away is False:
+            text = f"the session of {worker.name} was ended ({error})"
+        elif worker.reason and worker.sent_away is None:
+            text, counts = f"{worker.name} cannot go on ({worker.reason})", not misses_ps
+        else:
+            text, blame = f"{worker.name} is lost ({error})", True
+            counts = worker.sent_away is None
+        worker.missed = worker.leaving or blame or counts
+        if worker.leaving:
+            logger.info("%s", text)
+            self._cluster.note("left", text)
             self._cluster.fence(self._membership.left(worker.name))
         else:
             self._cluster.fence(self._membership.disconnected(worker.name))
             if worker.missed:
-                logger.warning("%s; its closures run again", end.text)
-                self._cluster.note("lost", end.text)
+                logger.warning("%s; its closures run again", text)
+                self._cluster.note("lost", text)
                 worker.losses += 1
             else:  # of a ps, as a rule, which the log says
-                logger.debug("%s; its closures run again", end.text)
-        if end.counts:
+                logger.debug("%s; its closures run again", text)
+        if counts:
             self._count_loss(worker)
         worker.leaving = False
-        self.on_lost(worker.name, end.blame)
+        self.on_lost(worker.name, blame)
         worker.gone.set()
         self._note_one_less()
 
@@ -559,22 +575,16 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str
     Cancellation: Safe.
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
-    missing: set[str] = set()
-
-    async def look(task: str, address: str) -> None:
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                await endpoint.connect(address, task)
-        except (ConnectFailed, TimeoutError):
-            missing.add(task)
-        except PsyncError:
-            pass  # somebody answers
-
+    connect = (
+        asyncio.wait_for(endpoint.connect(address, task), ANSWER_WITHIN_S)
+        for task, address in tasks.items()
+    )
     try:
-        await asyncio.gather(*(look(*item) for item in tasks.items()))
+        ended = await asyncio.gather(*connect, return_exceptions=True)
     finally:
         await endpoint.close()
-    return [item for item in tasks.items() if item[0] in missing]
+    answers = zip(tasks.items(), ended, strict=True)
+    return [task for task, end in answers if isinstance(end, ConnectFailed | TimeoutError)]
 
 
 class ClusterLinks:

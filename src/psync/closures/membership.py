@@ -51,49 +51,6 @@ class TaskState(Enum):
     LEFT = "left"  # a worker that went in order, or is not wanted any more: nobody waits for it
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnd:
-    """The consequences of the end of a coordinator's session with a worker.
-
-    | the end | its closures | the worker |
-    |---|---|---|
-    | without a word | come back, and are blamed | is lost, which counts |
-    | the worker leaves | come back, if any are left | is not waited for; may return |
-    | it cannot go on, and says why | come back | is lost, which counts unless a ps is missing |
-    | the coordinator ends it | come back; are blamed if one was too slow | begins again |
-
-    A worker whose losses count is set aside if there are too many; see ``Flapping``.
-    """
-
-    text: str  # for the log
-    in_order: bool = False  # the worker has left
-    blame: bool = False  # what it ran may be the cause
-    counts: bool = False  # as a loss of the worker
-
-    @classmethod
-    def of(
-        cls, worker: str, leaving: bool, sent_away: bool | None, reason: str, error: object,
-        *, misses_ps: bool,
-    ) -> SessionEnd:  # fmt: skip
-        """Return what an end means.
-
-        Args:
-            worker: Its name.
-            leaving: Whether the worker has said that it leaves.
-            sent_away: None unless the coordinator ends it; then whether what runs is to blame.
-            reason: What the worker gave as its reason for not going on, or "".
-            error: What its connections ended with.
-            misses_ps: Whether a ps cannot be reached, or is being recovered: a reason not to go on.
-        """
-        if leaving:
-            return cls(f"{worker} has left ({reason})", in_order=True)
-        if sent_away is False:
-            return cls(f"the session of {worker} was ended ({error})")
-        if reason and sent_away is None:
-            return cls(f"{worker} cannot go on ({reason})", counts=not misses_ps)
-        return cls(f"{worker} is lost ({error})", blame=True, counts=sent_away is None)
-
-
 Fences: TypeAlias = list[tuple[str, Fence]]
 """(ps, what it is told) of each: to refuse earlier incarnations of a worker."""
 
