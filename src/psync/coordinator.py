@@ -508,7 +508,7 @@ class Coordinator:
         Cancellation: Connections may still be closing.
         """
         self._closed = True
-        self.recovery.stop()
+        self.recovery.rule.close()  # what is lost from now on is at most noted
         error = ClosedError("the coordinator was closed")
         self.joins.fail(error)
         for worker in list(self._waits):

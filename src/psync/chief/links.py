@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
-from psync.net.shielding import end_all
+from psync.net.shielding import end_all, first_of
 from psync.numerics.memory import BlockPool
 from psync.store.reattach import BACK
 from psync.wire import messages
@@ -403,7 +403,7 @@ class WorkerLinks:
             cluster.changed.set()
             if worker.joined is not None and not worker.joined.done():
                 worker.joined.set_result(None)
-            await wait_any_closed(*lanes)
+            await first_of(*(lane.wait_closed() for lane in lanes))
             self._end(worker)
             for peer in lanes:
                 peer.abort()
@@ -533,15 +533,6 @@ class WorkerLinks:
         self.flapping.forget(worker.name)
         self.records.pop(worker.name, None)
         self.on_forgotten(worker.name)
-
-
-async def wait_any_closed(*peers: Connection) -> None:
-    """Wait until one of the connections is gone. Cancellation: safe."""
-    gone = asyncio.Event()
-    for peer in peers:
-        peer.on_closed.append(lambda _: gone.set())
-    if not any(peer.is_closed for peer in peers):
-        await gone.wait()
 
 
 ANSWER_WITHIN_S = 1.0
@@ -688,7 +679,11 @@ class ClusterLinks:
                     raise first.lost from exc
                 silent = await absent(self._platform, dict(missing))
                 missing = silent or [(first.task, first.address)]
-            raise _did_not_come_up(timeout_s, missing) from exc
+            who = ", ".join(f"{task} at {address}" for task, address in missing)
+            raise ConnectFailed(
+                f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
+                hint="are these tasks running, and are these their addresses?",
+            ) from exc
         finally:
             self._asking = None
         self.is_up = True
@@ -965,11 +960,6 @@ class ClusterLinks:
         link.address = address
         self._moves += 1
 
-    def go_home(self, link: PsLink) -> None:
-        """Look for a ps where it was at first."""
-        if link.address != self.processes[link.task]:
-            self.move_ps(link, self.processes[link.task])
-
     def tell_addresses(self) -> None:
         """Tell all ps tasks where each is served, after some have moved."""
         if self._moves:
@@ -995,14 +985,6 @@ class ClusterLinks:
             await ask(link, fence, messages.Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)
-
-
-def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> ConnectFailed:
-    who = ", ".join(f"{task} at {address}" for task, address in missing)
-    return ConnectFailed(
-        f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
-        hint="are these tasks running, and are these their addresses?",
-    )
 
 
 def addresses_in(cluster: ClusterSpec, job: str) -> dict[str, str]:
