@@ -644,9 +644,9 @@ class Coordinator:
         others += [
             f"{name}, which is lost, has data left" for name in self._queue.dispatcher.awaited()
         ]
-        membership, given_up = self.links.membership, self.workers.given_up
-        left = [worker for worker in membership.gone() if worker not in given_up]
-        return describe_waiting(self._queue, membership.missing(), others, left)
+        given_up = self.workers.given_up
+        left = [worker for worker in self.links.membership.gone() if worker not in given_up]
+        return describe_waiting(self._queue, self.links.missing(), others, left)
 
     async def _all_wait_for(self) -> str:
         """Say what a join waits for, which ps tasks are silent, and what open steps lack."""
@@ -671,7 +671,7 @@ class Coordinator:
         return [
             f"coordinator, incarnation {self.links.endpoint.incarnation}",
             *describe_closures(self._queue, self.loop.time()),
-            *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
+            *(f"not connected: {task} at {at}" for task, at in self.links.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
         ]

@@ -139,7 +139,7 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
     assert owner.events == ["=1", "+1"] * 6
     assert links.workers.describe() == [], "that was the reason"
     await cluster.start("ps-0")
-    links.membership.connected("/job:ps/task:0", 10**9)
+    links.attached["/job:ps/task:0"] = 10**9
     await gives_up(4)
     assert len(links.workers.describe()) == 1
 
@@ -161,7 +161,7 @@ async def test_one_that_is_given_up_or_does_not_come_in_time_is_forgotten(
             ConnectFailed, match=f"{W2} at worker-2:1 could not be added within 10 s"
         ):
             await adding
-    assert links.membership.missing() == []
+    assert links.missing() == []
     assert list(links.workers.addresses()) == ["/job:worker/task:0", W1]
     await cluster.start("worker-2")
     await asyncio.sleep(100)
@@ -186,7 +186,7 @@ async def test_a_worker_that_is_not_there_is_removed_at_once(links, owner, clust
     await links.workers.remove(W1, "because")
     assert owner.events == ["-1", "given up"]
     assert W1 not in links.workers.addresses()
-    assert links.membership.missing() == []
+    assert links.missing() == []
     await cluster.start("worker-1")
     await asyncio.sleep(60)
     assert owner.events == ["-1", "given up"]

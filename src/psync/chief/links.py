@@ -20,7 +20,6 @@ from psync.chief.watch import Events
 from psync.client.link import Answers, Call, PsLink, all_of, ask, expect
 from psync.client.ps import PsClient
 from psync.closures.membership import (
-    Fences,
     Flapping,
     Membership,
     TaskState,
@@ -427,7 +426,7 @@ class WorkerLinks:
         worker.peers = None
         del self.controls[worker.name]
         held = any(link.is_held for link in self._cluster.ps.links)
-        misses_ps = held or not self._membership.has_every_ps()
+        misses_ps = held or len(self._cluster.attached) < len(self._cluster.processes)
         blame = counts = False
         if worker.leaving:
             text = f"{worker.name} has left ({worker.reason})"
@@ -603,6 +602,7 @@ class ClusterLinks:
         events: Of this coordinator.
         processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
         homes: In whose process each is served.
+        attached: Under which incarnation of ours each ps serves that is there, by name.
         is_up: Whether the cluster came up.
         changed: Set when a task was attached, or a supervisor failed.
         on_ps_lost: Called when variables are gone.
@@ -621,7 +621,7 @@ class ClusterLinks:
         self.endpoint = Endpoint(platform, task_name("chief", 0), 0, {}, pool)
         client = platform.parts.of(PsClient)
         self.ps = client(self.endpoint, list(ps.values()), pool, options.ps_timeout_s)
-        self.membership = Membership(workers, ps)
+        self.membership = Membership(workers)
         self.events = Events()
         self.note = self.events.note
         self.processes = ps
@@ -636,7 +636,7 @@ class ClusterLinks:
         self._supervisors: set[asyncio.Task[None]] = set()
         self._moves = 0  # how often addresses of ps tasks have changed
         self._ps_0_attached = asyncio.Event()
-        self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
+        self.attached: dict[str, int] = {}
         self.workers = WorkerLinks(self, workers)
         # By process, what it has said to this incarnation: that binds none in between.
         self._served: dict[str, messages.ServedHere] = {}
@@ -673,7 +673,7 @@ class ClusterLinks:
                     await all_of([self._ask_served(task, ends=True) for task in self.processes])
                     await self._all_there()
         except TimeoutError as exc:
-            missing = list(self._silent.items()) or self.membership.missing()
+            missing = list(self._silent.items()) or self.missing()
             if self._asking is not None:  # ps 0 has not answered, and nobody else was tried
                 if first.lost is not None:
                     raise first.lost from exc
@@ -697,12 +697,8 @@ class ClusterLinks:
 
     def _is_ready(self) -> bool:
         return (
-            self.membership.has_every_ps()
-            and len(self.workers.controls) >= self._min_workers
-            and all(
-                self._attached.get(link.index) == self.endpoint.incarnation
-                for link in self.ps.links
-            )
+            len(self.workers.controls) >= self._min_workers
+            and all(self.attached.get(ps) == self.endpoint.incarnation for ps in self.processes)
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
             and not self._enquiring.locked()
         )
@@ -718,6 +714,11 @@ class ClusterLinks:
                 await self.ps.close()
             finally:
                 await self.endpoint.close()
+
+    def missing(self) -> list[tuple[str, str]]:
+        """Return (name, address) of every task that is waited for, ps tasks first."""
+        ps = [item for item in self.processes.items() if item[0] not in self.attached]
+        return ps + self.membership.missing()
 
     def expect(self, num_workers: int) -> None:
         """There will be so many workers: a cluster that is coming up waits for no more."""
@@ -910,17 +911,18 @@ class ClusterLinks:
                 continue
             if not peer.is_open:
                 continue
-            self._attached[link.index] = mine
+            self.attached[link.task] = mine
             if not link.index:
                 self._ps_0_attached.set()
-            self.fence(self.membership.connected(link.task, peer.incarnation))
+            for fence in self.membership.fences():
+                self.supervise(self._fence(link, messages.Fence(*fence)))
             if not first:
                 logger.info("%s is reachable again", link.task)
                 self.note("reachable", f"{link.task} is reachable again")
             first = False
             self.changed.set()
             await peer.wait_closed()
-            self.membership.disconnected(link.task)
+            del self.attached[link.task]
             logger.info("%s is unreachable; waiting for it", link.task)
             self.note("unreachable", f"{link.task} cannot be reached; waiting for it")
 
@@ -972,15 +974,15 @@ class ClusterLinks:
         except PsyncError as exc:  # it will be attached again
             logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
 
-    def fence(self, fences: Fences) -> None:
-        """Let ps tasks refuse workers."""
-        if self._is_closing:
+    def fence(self, fence: messages.Fence | None) -> None:
+        """Let the ps tasks that are there refuse a worker; None: there is nothing to refuse."""
+        if self._is_closing or fence is None:
             return  # whoever goes now is not lost; the next coordinator fences
-        for ps, fence in fences:
-            self.supervise(self._fence(ps, fence))
+        for link in self.ps.links:
+            if link.task in self.attached:
+                self.supervise(self._fence(link, fence))
 
-    async def _fence(self, ps: str, fence: messages.Fence) -> None:
-        link = next(link for link in self.ps.links if link.task == ps)
+    async def _fence(self, link: PsLink, fence: messages.Fence) -> None:
         try:
             await ask(link, fence, messages.Done)
         except PsyncError as exc:
