@@ -21,7 +21,7 @@ from typing import Any
 from psync.checkpoints.ownership import Owner
 from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
-from psync.chief.gangs import GangRunner, Packing, ScheduledCall, settle, starting
+from psync.chief.gangs import GangRunner, ScheduledCall, settle, starting
 from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
 from psync.chief.watch import RollbackEvent, describe_closures, watch, watch_closures
@@ -47,7 +47,7 @@ from psync.net.platform import Platform
 from psync.net.shielding import end_all
 from psync.replicas.context import forbid_in_merge
 from psync.serialization.functions import FunctionTable
-from psync.serialization.payloads import EMPTY, Payload, rebuild_exception, text_of
+from psync.serialization.payloads import EMPTY, Packing, Payload, rebuild_exception, text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import some_of
 from psync.wire import messages
