@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psync.errors import (
     ClosureCancelled,
@@ -37,9 +37,6 @@ from psync.errors import (
     PsyncError,
     WorkerLost,
 )
-
-if TYPE_CHECKING:
-    from psync.net.connection import Request
 
 
 @dataclass(slots=True)
@@ -56,7 +53,7 @@ class _Collective:
     """One that not all have been answered."""
 
     what: str  # as the first replica that came calls it
-    requests: dict[int, Request[Any]] = field(default_factory=dict)  # by replica, as they came
+    requests: dict[int, Any] = field(default_factory=dict)  # by replica, as they came
 
 
 class Gang:
@@ -107,8 +104,13 @@ class Gang:
 
     # What replicas do.
 
-    def arrive(self, replica: int, what: str, request: Request[Any]) -> int | None:
+    def arrive(self, replica: int, what: str, request: Any) -> int | None:
         """A replica has come to its next collective.
+
+        Args:
+            replica: Its id.
+            what: Names the collective, for messages.
+            request: Waits for the result; its ``fail`` answers with an error.
 
         Returns:
             Its number if all are there: its function is to be called with what the requests of
@@ -139,11 +141,11 @@ class Gang:
             return number
         return None
 
-    def requests(self, number: int) -> list[Request[Any]]:
+    def requests(self, number: int) -> list[Any]:
         """Return what waits in a collective to which all have come, by replica."""
         return [request for _, request in sorted(self._open[number].requests.items())]
 
-    def merged(self, number: int) -> list[Request[Any]]:
+    def merged(self, number: int) -> list[Any]:
         """The function of a collective has ended: return the requests that get what came of it."""
         self._merging.remove(number)
         requests = self.requests(number)  # none if the gang has failed
