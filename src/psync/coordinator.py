@@ -21,7 +21,7 @@ from typing import Any
 from psync.checkpoints.ownership import Owner
 from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
-from psync.chief.gangs import GangRunner, Packing, ScheduledCall, settle, starting
+from psync.chief.gangs import GangRunner, ScheduledCall, settle, starting
 from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
 from psync.chief.watch import RollbackEvent, describe_closures, watch, watch_closures
@@ -47,7 +47,7 @@ from psync.net.platform import Platform
 from psync.net.shielding import end_all
 from psync.replicas.context import forbid_in_merge
 from psync.serialization.functions import FunctionTable
-from psync.serialization.payloads import EMPTY, Payload, rebuild_exception, text_of
+from psync.serialization.payloads import EMPTY, Packing, Payload, rebuild_exception, text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import some_of
 from psync.wire import messages
@@ -511,7 +511,7 @@ class Coordinator:
         Cancellation: Connections may still be closing.
         """
         self._closed = True
-        self.recovery.stop()
+        self.recovery.rule.close()  # what is lost from now on is at most noted
         error = ClosedError("the coordinator was closed")
         self.joins.fail(error)
         for worker in list(self._waits):
@@ -647,9 +647,9 @@ class Coordinator:
         others += [
             f"{name}, which is lost, has data left" for name in self._queue.dispatcher.awaited()
         ]
-        membership, given_up = self.links.membership, self.workers.given_up
-        left = [worker for worker in membership.gone() if worker not in given_up]
-        return describe_waiting(self._queue, membership.missing(), others, left)
+        given_up = self.workers.given_up
+        left = [worker for worker in self.links.membership.gone() if worker not in given_up]
+        return describe_waiting(self._queue, self.links.missing(), others, left)
 
     async def _all_wait_for(self) -> str:
         """Say what a join waits for, which ps tasks are silent, and what open steps lack."""
@@ -674,7 +674,7 @@ class Coordinator:
         return [
             f"coordinator, incarnation {self.links.endpoint.incarnation}",
             *describe_closures(self._queue, self.loop.time()),
-            *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
+            *(f"not connected: {task} at {at}" for task, at in self.links.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
         ]

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from memory_cluster import MemoryCluster, cluster_of
+from memory_cluster import MemoryCluster, running, until
 from psync.chief.links import ClusterLinks, CoordinatorOptions, FollowedWorkers
 from psync.closures.membership import ALONE_S, FIRST_S, TaskState
 from psync.closures.queue import ClosureQueue
 from psync.errors import ConnectFailed, ProtocolError
-from psync.wire.messages import EndSession
+from psync.wire.messages import EndSession, Fence
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
@@ -41,7 +41,7 @@ class Owner:
 
 @pytest.fixture
 async def cluster(clean_loop: None) -> AsyncIterator[MemoryCluster]:
-    async with cluster_of(1, 2) as cluster:
+    async with running(MemoryCluster(1, 2, tapped=True)) as cluster:
         yield cluster
 
 
@@ -120,6 +120,18 @@ async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
     assert owner.events == ["-1", "+1"]
 
 
+async def test_a_ps_that_was_away_refuses_the_workers_that_were_lost_meanwhile(links, cluster):
+    with cluster.tap("ps-0").hearing(Fence) as heard:
+        cluster.network.partition("ps-0")
+        cluster.network.cut("ps-0")
+        cluster.network.cut("worker-1:1")
+        await asyncio.sleep(1)
+        assert heard == []
+        cluster.network.heal("ps-0")
+        await until(lambda: heard)
+    assert heard == [Fence(W1, links.membership.incarnation(W1))]
+
+
 async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
     links, owner, cluster
 ):
@@ -139,7 +151,7 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
     assert owner.events == ["=1", "+1"] * 6
     assert links.workers.describe() == [], "that was the reason"
     await cluster.start("ps-0")
-    links.membership.connected("/job:ps/task:0", 10**9)
+    links.attached["/job:ps/task:0"] = 10**9
     await gives_up(4)
     assert len(links.workers.describe()) == 1
 
@@ -161,7 +173,7 @@ async def test_one_that_is_given_up_or_does_not_come_in_time_is_forgotten(
             ConnectFailed, match=f"{W2} at worker-2:1 could not be added within 10 s"
         ):
             await adding
-    assert links.membership.missing() == []
+    assert links.missing() == []
     assert list(links.workers.addresses()) == ["/job:worker/task:0", W1]
     await cluster.start("worker-2")
     await asyncio.sleep(100)
@@ -186,7 +198,7 @@ async def test_a_worker_that_is_not_there_is_removed_at_once(links, owner, clust
     await links.workers.remove(W1, "because")
     assert owner.events == ["-1", "given up"]
     assert W1 not in links.workers.addresses()
-    assert links.membership.missing() == []
+    assert links.missing() == []
     await cluster.start("worker-1")
     await asyncio.sleep(60)
     assert owner.events == ["-1", "given up"]

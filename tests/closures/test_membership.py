@@ -19,7 +19,6 @@ from psync.closures.membership import (
     Flapping,
     Membership,
     ScheduleReports,
-    SessionEnd,
     backoff,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
@@ -28,51 +27,39 @@ from psync.errors import ConfigurationError, EndOfData, LocalProtocolError
 from psync.wire.messages import ReportSchedule
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
-P0, P1 = "/job:ps/task:0", "/job:ps/task:1"
 
 
 def cluster(*, alive: tuple[str, ...] = ()) -> Membership:
-    """A membership of two workers and two ps, of which some connected under incarnation 0."""
-    membership = Membership({W0: "w0:1", W1: "w1:1"}, {P0: "p0:1", P1: "p1:1"})
-    for task in alive:
-        membership.connected(task, 0)
+    """A membership of two workers, of which some connected under incarnation 0."""
+    membership = Membership({W0: "w0:1", W1: "w1:1"})
+    for worker in alive:
+        membership.connected(worker, 0)
     return membership
 
 
 # The machine in test_membership_machine has them in every order; here are single values.
 
 
-def test_a_connection_is_assigned_the_boot_incarnation_or_one_above_the_last() -> None:
+def test_a_connection_is_assigned_the_lowest_incarnation_or_one_above_the_last() -> None:
     membership = cluster()
     assert membership.incarnation(W0) == -1
-    for boot, assigned in ((7, 7), (7, 8), (3, 9), (12, 12)):
-        assert membership.connected(W0, boot) == []
+    for lowest, assigned in ((7, 7), (7, 8), (3, 9), (12, 12)):
+        membership.connected(W0, lowest)
         assert membership.incarnation(W0) == assigned
         membership.disconnected(W0)
 
 
-def test_a_lost_worker_is_fenced_at_every_ps_that_is_there_and_later_at_the_others() -> None:
-    membership = cluster(alive=(P0, W0, W1))
-    assert membership.disconnected(W0) == [(P0, Fence(W0, 1))]
-    assert membership.connected(P1, 0) == [(P1, Fence(W0, 1))]
+def test_a_lost_worker_is_fenced() -> None:
+    membership = cluster(alive=(W0, W1))
+    assert membership.disconnected(W0) == Fence(W0, 1)
     assert membership.fences() == [(W0, 1)]
 
 
-# --- who is there ----------------------------------------------------------------------------
-
-
-def test_it_says_whether_every_ps_is_there() -> None:
-    membership = cluster(alive=(P0, W0))
-    assert not membership.has_every_ps()
-    membership.connected(P1, 0)
-    assert membership.has_every_ps()
-
-
-def test_missing_names_the_tasks_awaited_with_their_addresses() -> None:
-    membership = cluster(alive=(P0, W0))
-    assert membership.missing() == [(P1, "p1:1"), (W1, "w1:1")]
-    membership.disconnected(P0)
-    assert membership.missing() == [(P0, "p0:1"), (P1, "p1:1"), (W1, "w1:1")]
+def test_missing_names_the_workers_awaited_with_their_addresses() -> None:
+    membership = cluster(alive=(W0,))
+    assert membership.missing() == [(W1, "w1:1")]
+    membership.disconnected(W0)
+    assert membership.missing() == [(W0, "w0:1"), (W1, "w1:1")]
 
 
 # --- illegal moves ---------------------------------------------------------------------------
@@ -85,46 +72,9 @@ def test_second_connection_of_a_task_that_is_alive_is_refused() -> None:
     assert membership.incarnation(W0) == 0
 
 
-@pytest.mark.parametrize("task", [W0, P0])
-def test_task_that_is_not_connected_cannot_disconnect(task: str) -> None:
-    text = f"^{task} cannot become lost: it is connecting$"
-    with pytest.raises(LocalProtocolError, match=text):
-        cluster().disconnected(task)
-
-
-# --- the end of a worker's session -----------------------------------------------------------
-
-LEFT = SessionEnd("w has left (preempted)", in_order=True)
-ENDED = SessionEnd("the session of w was ended (e)")
-TOO_SLOW = SessionEnd("w is lost (e)", blame=True)
-GIVES_UP = SessionEnd("w cannot go on (no memory)", counts=True)
-LOST = SessionEnd("w is lost (e)", blame=True, counts=True)
-
-
-@pytest.mark.parametrize("misses_ps", [False, True])
-@pytest.mark.parametrize(
-    ("leaving", "sent_away", "reason", "end"),
-    [
-        (False, None, "", LOST),
-        (False, False, "", ENDED),
-        (False, True, "", TOO_SLOW),
-        (False, False, "no memory", ENDED),
-        (False, True, "no memory", TOO_SLOW),
-        (True, None, "preempted", LEFT),
-        (True, False, "preempted", LEFT),
-        (True, True, "preempted", LEFT),
-    ],
-)
-def test_the_end_of_a_session_means(
-    leaving: bool, sent_away: bool | None, reason: str, end: SessionEnd, misses_ps: bool
-) -> None:
-    assert SessionEnd.of("w", leaving, sent_away, reason, "e", misses_ps=misses_ps) == end
-
-
-@pytest.mark.parametrize("misses_ps", [False, True])
-def test_a_worker_that_cannot_go_on_counts_as_lost_unless_a_ps_is_missing(misses_ps: bool) -> None:
-    end = SessionEnd.of("w", False, None, "no memory", "e", misses_ps=misses_ps)
-    assert end == (SessionEnd(GIVES_UP.text) if misses_ps else GIVES_UP)
+def test_worker_that_is_not_connected_cannot_disconnect() -> None:
+    with pytest.raises(LocalProtocolError, match=f"^{W0} cannot become lost: it is connecting$"):
+        cluster().disconnected(W0)
 
 
 # --- back-off --------------------------------------------------------------------------------

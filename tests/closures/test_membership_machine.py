@@ -1,7 +1,7 @@
 """Membership and flapping as a supervisor drives them, in every order that hypothesis finds.
 
-Workers come, are lost, leave, are removed and added again; ps tasks come and go. Nobody is attached
-while it is set aside, nobody is set aside for ever, and the last one is not at all.
+Workers come, are lost, leave, are removed and added again. Nobody is attached while it is set
+aside, nobody is set aside for ever, and the last one is not at all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psync.closures.membership import ALONE_S, LONGEST_S, Fences, Flapping, Membership, TaskState
+from psync.closures.membership import ALONE_S, LONGEST_S, Flapping, Membership, TaskState
+from psync.wire.messages import Fence
 
-PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(4))
 DESCRIBED = WORKERS[:2]
 
@@ -21,42 +21,29 @@ DESCRIBED = WORKERS[:2]
 class MembershipMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.membership = Membership(dict.fromkeys(DESCRIBED, "w:1"), dict.fromkeys(PS, "p:1"))
+        self.membership = Membership(dict.fromkeys(DESCRIBED, "w:1"))
         self.flapping = Flapping()
         self.flapping.is_anyone_there = lambda: bool(self.attached)
         self.now = 0.0
         self.known = set(DESCRIBED)  # belong to the cluster
         self.attached: set[str] = set()
         self.left: set[str] = set()  # of those known, who left in order and is not back
-        self.boots = dict.fromkeys((*PS, *WORKERS), 0)
-        self.assigned: dict[str, list[int]] = {task: [] for task in (*PS, *WORKERS)}
+        self.boots = dict.fromkeys(WORKERS, 0)
+        self.assigned: dict[str, list[int]] = {task: [] for task in WORKERS}
         self.over: dict[str, int] = {}  # the highest incarnation of each worker that is over
-        self.refused: dict[tuple[str, str], int] = {}  # (ps, worker) → below
-
-    def perform(self, fences: Fences) -> None:
-        for ps, fence in fences:
-            assert self.membership.state(ps) is TaskState.ALIVE
-            self.refused[ps, fence.task] = fence.below
+        self.refused: dict[str, int] = {}  # by worker: below
 
     def connect(self, task: str) -> None:
-        self.perform(self.membership.connected(task, self.boots[task]))
+        self.membership.connected(task, self.boots[task])
         self.assigned[task].append(self.membership.incarnation(task))
 
-    def end(self, worker: str, fences: Fences) -> None:
+    def end(self, worker: str, fence: Fence | None) -> None:
         """A worker that was there has gone."""
-        self.perform(fences)
+        assert fence is not None
+        assert fence.task == worker
+        self.refused[worker] = fence.below
         self.over[worker] = self.membership.incarnation(worker)
         self.attached.discard(worker)
-
-    # --- ps tasks --------------------------------------------------------------------------------
-
-    @rule(ps=st.sampled_from(PS), restarts=st.integers(0, 1))
-    def ps_changes(self, ps: str, restarts: int) -> None:
-        if self.membership.state(ps) is TaskState.ALIVE:
-            self.perform(self.membership.disconnected(ps))
-        else:
-            self.boots[ps] += restarts
-            self.connect(ps)
 
     @rule(seconds=st.sampled_from((0.1, 1.0, 30.0, 200.0)))
     def time_passes(self, seconds: float) -> None:
@@ -111,11 +98,11 @@ class MembershipMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS))
     def remove(self, worker: str) -> None:
         if worker in self.known:
-            fences = self.membership.left(worker)
+            fence = self.membership.left(worker)
             if worker in self.attached:
-                self.end(worker, fences)
+                self.end(worker, fence)
             else:
-                assert not fences
+                assert fence is None
             self.flapping.forget(worker)
             for names in (self.known, self.attached, self.left):
                 names.discard(worker)
@@ -147,20 +134,17 @@ class MembershipMachine(RuleBasedStateMachine):
             assert numbers == sorted(set(numbers))
 
     @invariant()
-    def what_is_over_is_refused_by_every_ps_and_what_lives_by_none(self) -> None:
-        for ps in PS:
-            if self.membership.state(ps) is not TaskState.ALIVE:
-                continue
-            for worker, incarnation in self.over.items():
-                assert self.refused[ps, worker] > incarnation
-            for worker in self.attached:
-                below = self.refused.get((ps, worker), 0)
-                assert below <= self.membership.incarnation(worker)
+    def what_is_over_is_refused_and_what_lives_is_not(self) -> None:
+        assert dict(self.membership.fences()) == self.refused
+        for worker, incarnation in self.over.items():
+            assert self.refused[worker] > incarnation
+        for worker in self.attached:
+            assert self.refused.get(worker, 0) <= self.membership.incarnation(worker)
 
     @invariant()
     def those_are_waited_for_that_belong_to_the_cluster_and_have_not_left(self) -> None:
         missing = {task for task, _ in self.membership.missing()}
-        assert missing & set(WORKERS) == self.known - self.attached - self.left
+        assert missing == self.known - self.attached - self.left
         alive = {
             worker for worker in self.known if self.membership.state(worker) is TaskState.ALIVE
         }

@@ -25,11 +25,14 @@ from psync.serialization.payloads import (
     INLINE_BYTES,
     MAX_BUFFERS,
     MAX_HANDLES,
+    Packing,
     Payload,
     pack,
-    pack_arguments,
     unpack,
 )
+from psync.wire.limits import DEFAULT_LIMITS
+
+pack_arguments = Packing(DEFAULT_LIMITS, main_by_name=True).arguments
 
 
 class RemoteValue:

@@ -9,6 +9,7 @@ on the ps tasks is adopted instead of being created.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -258,25 +259,19 @@ def takes_shard(initializer: Callable[..., Any], subject: str) -> bool:
     Raises:
         PartitionError: It needs other arguments.
     """
-    if _takes(initializer):
-        return False
-    if not _takes(initializer, (), ()):
-        raise PartitionError(
-            f"{subject}: expected an initial_value that takes no arguments, or the (shape, offset) "
-            "of a shard",
-            hint="lambda shape, offset: np.zeros(shape, np.float32)",
-        )
-    return True
-
-
-def _takes(initializer: Callable[..., Any], *arguments: object) -> bool:
     try:
-        inspect.signature(initializer).bind(*arguments)
-    except TypeError:
-        return False
+        signature = inspect.signature(initializer)
     except ValueError:  # a builtin that does not tell
-        return not arguments
-    return True
+        return False
+    for arguments in ((), ((), ())):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return arguments != ()
+    raise PartitionError(
+        f"{subject}: expected an initial_value that takes no arguments, or the (shape, offset) of "
+        "a shard",
+        hint="lambda shape, offset: np.zeros(shape, np.float32)",
+    )
 
 
 def initial_array(

@@ -47,16 +47,13 @@ from psync.replicas.context import cross_replica, forbid_in_merge
 from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import (
     EMPTY,
+    Packing,
     Payload,
-    check_size,
     describe_exception,
-    pack,
-    pack_arguments,
     text_of,
     unpack,
 )
 from psync.serialization.remote_value import RemoteValue
-from psync.wire.limits import Limits
 from psync.wire.messages import ClosureResults, ReachCollective, RunClosures
 
 logger = logging.getLogger(__name__)
@@ -123,24 +120,6 @@ class ScheduledCall:
             segments += payload.segments
             counts.append(len(payload.segments))
         return segments, counts
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How arguments and merged values are sent."""
-
-    limits: Limits  # for what is sent
-    main_by_name: bool  # whether classes of ``__main__`` travel by name
-
-    def arguments(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
-        """Return the arguments of a step as they are sent.
-
-        Raises:
-            SerializationError: One of them cannot be sent; names it.
-        """
-        payload = pack_arguments(step, args, kwargs, main_by_name=self.main_by_name)
-        check_size(payload, f'the arguments of step "{step}"', self.limits)
-        return payload
 
 
 def settle(closure: Closure, error: BaseException | None) -> None:
@@ -280,11 +259,7 @@ def _replies(result: Any, count: int, packing: Packing) -> list[Answer]:
             f"the merge function returned values of {len(parts)} replicas, expected {count}"
         )
     subject = "what the merge function returned"
-    replies: list[Answer] = []
-    for part in parts:
-        payload = pack(part, subject=subject, main_by_name=packing.main_by_name)
-        check_size(payload, subject, packing.limits)
-        replies.append(_reply(payload))
+    replies = [_reply(packing.value(part, subject)) for part in parts]
     return replies * (count // len(parts))
 
 

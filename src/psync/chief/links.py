@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,10 +20,8 @@ from psync.chief.watch import Events
 from psync.client.link import Answers, Call, PsLink, all_of, ask, expect
 from psync.client.ps import PsClient
 from psync.closures.membership import (
-    Fences,
     Flapping,
     Membership,
-    SessionEnd,
     TaskState,
     backoff,
 )
@@ -44,7 +42,7 @@ from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
-from psync.net.shielding import end_all
+from psync.net.shielding import end_all, first_of
 from psync.numerics.memory import BlockPool
 from psync.store.reattach import BACK
 from psync.wire import messages
@@ -404,13 +402,23 @@ class WorkerLinks:
             cluster.changed.set()
             if worker.joined is not None and not worker.joined.done():
                 worker.joined.set_result(None)
-            await wait_any_closed(*lanes)
+            await first_of(*(lane.wait_closed() for lane in lanes))
             self._end(worker)
             for peer in lanes:
                 peer.abort()
 
     def _end(self, worker: WorkerRecord) -> None:
-        """A worker does not take part any more."""
+        """A worker does not take part any more.
+
+        | the end | its closures | the worker |
+        |---|---|---|
+        | it leaves | come back, if any are left | is not waited for; may return |
+        | we end it | come back; are blamed if one was too slow | begins again |
+        | it cannot go on, and says why | come back | is lost; counts unless a ps is missing |
+        | without a word | come back, and are blamed | is lost, which counts |
+
+        A worker whose losses count is set aside if there are too many; see ``Flapping``.
+        """
         if worker.peers is None:
             return  # it had left before its connections ended
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
@@ -418,27 +426,34 @@ class WorkerLinks:
         worker.peers = None
         del self.controls[worker.name]
         held = any(link.is_held for link in self._cluster.ps.links)
-        misses_ps = held or not self._membership.has_every_ps()
-        end = SessionEnd.of(
-            worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
-        )
-        worker.missed = end.in_order or end.blame or end.counts
-        if end.in_order:
-            logger.info("%s", end.text)
-            self._cluster.note("left", end.text)
+        misses_ps = held or len(self._cluster.attached) < len(self._cluster.processes)
+        blame = counts = False
+        if worker.leaving:
+            text = f"{worker.name} has left ({worker.reason})"
+        elif worker.sent_away is False:
+            text = f"the session of {worker.name} was ended ({error})"
+        elif worker.reason and worker.sent_away is None:
+            text, counts = f"{worker.name} cannot go on ({worker.reason})", not misses_ps
+        else:
+            text, blame = f"{worker.name} is lost ({error})", True
+            counts = worker.sent_away is None
+        worker.missed = worker.leaving or blame or counts
+        if worker.leaving:
+            logger.info("%s", text)
+            self._cluster.note("left", text)
             self._cluster.fence(self._membership.left(worker.name))
         else:
             self._cluster.fence(self._membership.disconnected(worker.name))
             if worker.missed:
-                logger.warning("%s; its closures run again", end.text)
-                self._cluster.note("lost", end.text)
+                logger.warning("%s; its closures run again", text)
+                self._cluster.note("lost", text)
                 worker.losses += 1
             else:  # of a ps, as a rule, which the log says
-                logger.debug("%s; its closures run again", end.text)
-        if end.counts:
+                logger.debug("%s; its closures run again", text)
+        if counts:
             self._count_loss(worker)
         worker.leaving = False
-        self.on_lost(worker.name, end.blame)
+        self.on_lost(worker.name, blame)
         worker.gone.set()
         self._note_one_less()
 
@@ -519,15 +534,6 @@ class WorkerLinks:
         self.on_forgotten(worker.name)
 
 
-async def wait_any_closed(*peers: Connection) -> None:
-    """Wait until one of the connections is gone. Cancellation: safe."""
-    gone = asyncio.Event()
-    for peer in peers:
-        peer.on_closed.append(lambda _: gone.set())
-    if not any(peer.is_closed for peer in peers):
-        await gone.wait()
-
-
 ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""
 
@@ -559,22 +565,16 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str
     Cancellation: Safe.
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
-    missing: set[str] = set()
-
-    async def look(task: str, address: str) -> None:
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                await endpoint.connect(address, task)
-        except (ConnectFailed, TimeoutError):
-            missing.add(task)
-        except PsyncError:
-            pass  # somebody answers
-
+    connect = (
+        asyncio.wait_for(endpoint.connect(address, task), ANSWER_WITHIN_S)
+        for task, address in tasks.items()
+    )
     try:
-        await asyncio.gather(*(look(*item) for item in tasks.items()))
+        ended = await asyncio.gather(*connect, return_exceptions=True)
     finally:
         await endpoint.close()
-    return [item for item in tasks.items() if item[0] in missing]
+    answers = zip(tasks.items(), ended, strict=True)
+    return [task for task, end in answers if isinstance(end, ConnectFailed | TimeoutError)]
 
 
 class ClusterLinks:
@@ -602,6 +602,7 @@ class ClusterLinks:
         events: Of this coordinator.
         processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
         homes: In whose process each is served.
+        attached: Under which incarnation of ours each ps serves that is there, by name.
         is_up: Whether the cluster came up.
         changed: Set when a task was attached, or a supervisor failed.
         on_ps_lost: Called when variables are gone.
@@ -620,7 +621,7 @@ class ClusterLinks:
         self.endpoint = Endpoint(platform, task_name("chief", 0), 0, {}, pool)
         client = platform.parts.of(PsClient)
         self.ps = client(self.endpoint, list(ps.values()), pool, options.ps_timeout_s)
-        self.membership = Membership(workers, ps)
+        self.membership = Membership(workers)
         self.events = Events()
         self.note = self.events.note
         self.processes = ps
@@ -635,7 +636,7 @@ class ClusterLinks:
         self._supervisors: set[asyncio.Task[None]] = set()
         self._moves = 0  # how often addresses of ps tasks have changed
         self._ps_0_attached = asyncio.Event()
-        self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
+        self.attached: dict[str, int] = {}
         self.workers = WorkerLinks(self, workers)
         # By process, what it has said to this incarnation: that binds none in between.
         self._served: dict[str, messages.ServedHere] = {}
@@ -672,13 +673,17 @@ class ClusterLinks:
                     await all_of([self._ask_served(task, ends=True) for task in self.processes])
                     await self._all_there()
         except TimeoutError as exc:
-            missing = list(self._silent.items()) or self.membership.missing()
+            missing = list(self._silent.items()) or self.missing()
             if self._asking is not None:  # ps 0 has not answered, and nobody else was tried
                 if first.lost is not None:
                     raise first.lost from exc
                 silent = await absent(self._platform, dict(missing))
                 missing = silent or [(first.task, first.address)]
-            raise _did_not_come_up(timeout_s, missing) from exc
+            who = ", ".join(f"{task} at {address}" for task, address in missing)
+            raise ConnectFailed(
+                f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
+                hint="are these tasks running, and are these their addresses?",
+            ) from exc
         finally:
             self._asking = None
         self.is_up = True
@@ -692,12 +697,8 @@ class ClusterLinks:
 
     def _is_ready(self) -> bool:
         return (
-            self.membership.has_every_ps()
-            and len(self.workers.controls) >= self._min_workers
-            and all(
-                self._attached.get(link.index) == self.endpoint.incarnation
-                for link in self.ps.links
-            )
+            len(self.workers.controls) >= self._min_workers
+            and all(self.attached.get(ps) == self.endpoint.incarnation for ps in self.processes)
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
             and not self._enquiring.locked()
         )
@@ -713,6 +714,11 @@ class ClusterLinks:
                 await self.ps.close()
             finally:
                 await self.endpoint.close()
+
+    def missing(self) -> list[tuple[str, str]]:
+        """Return (name, address) of every task that is waited for, ps tasks first."""
+        ps = [item for item in self.processes.items() if item[0] not in self.attached]
+        return ps + self.membership.missing()
 
     def expect(self, num_workers: int) -> None:
         """There will be so many workers: a cluster that is coming up waits for no more."""
@@ -905,17 +911,18 @@ class ClusterLinks:
                 continue
             if not peer.is_open:
                 continue
-            self._attached[link.index] = mine
+            self.attached[link.task] = mine
             if not link.index:
                 self._ps_0_attached.set()
-            self.fence(self.membership.connected(link.task, peer.incarnation))
+            for fence in self.membership.fences():
+                self.supervise(self._fence(link, messages.Fence(*fence)))
             if not first:
                 logger.info("%s is reachable again", link.task)
                 self.note("reachable", f"{link.task} is reachable again")
             first = False
             self.changed.set()
             await peer.wait_closed()
-            self.membership.disconnected(link.task)
+            del self.attached[link.task]
             logger.info("%s is unreachable; waiting for it", link.task)
             self.note("unreachable", f"{link.task} cannot be reached; waiting for it")
 
@@ -955,11 +962,6 @@ class ClusterLinks:
         link.address = address
         self._moves += 1
 
-    def go_home(self, link: PsLink) -> None:
-        """Look for a ps where it was at first."""
-        if link.address != self.processes[link.task]:
-            self.move_ps(link, self.processes[link.task])
-
     def tell_addresses(self) -> None:
         """Tell all ps tasks where each is served, after some have moved."""
         if self._moves:
@@ -972,27 +974,19 @@ class ClusterLinks:
         except PsyncError as exc:  # it will be attached again
             logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
 
-    def fence(self, fences: Fences) -> None:
-        """Let ps tasks refuse workers."""
-        if self._is_closing:
+    def fence(self, fence: messages.Fence | None) -> None:
+        """Let the ps tasks that are there refuse a worker; None: there is nothing to refuse."""
+        if self._is_closing or fence is None:
             return  # whoever goes now is not lost; the next coordinator fences
-        for ps, fence in fences:
-            self.supervise(self._fence(ps, fence))
+        for link in self.ps.links:
+            if link.task in self.attached:
+                self.supervise(self._fence(link, fence))
 
-    async def _fence(self, ps: str, fence: messages.Fence) -> None:
-        link = next(link for link in self.ps.links if link.task == ps)
+    async def _fence(self, link: PsLink, fence: messages.Fence) -> None:
         try:
             await ask(link, fence, messages.Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)
-
-
-def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> ConnectFailed:
-    who = ", ".join(f"{task} at {address}" for task, address in missing)
-    return ConnectFailed(
-        f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
-        hint="are these tasks running, and are these their addresses?",
-    )
 
 
 def addresses_in(cluster: ClusterSpec, job: str) -> dict[str, str]:

@@ -298,7 +298,7 @@ class ClusterRecovery:
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
-        links.on_ps_lost, links.on_replaced = self.ps_lost, self.replaced
+        links.on_ps_lost, links.on_replaced = self.ps_lost, self.rule.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # recovers
         self._began: float | None = None  # when the queue was paused; None: it is not
@@ -491,10 +491,6 @@ class ClusterRecovery:
         # Once the worker's other results are noted.
         asyncio.get_running_loop().call_soon(self.ps_lost, error)
         return True
-
-    def replaced(self, error: FencedError) -> None:
-        """End everything, now and at every join: workers and ps tasks serve another one."""
-        self.rule.replaced(error)
 
     @property
     def is_gone(self) -> bool:
@@ -691,7 +687,9 @@ class ClusterRecovery:
 
     def go_home(self, ps: int) -> None:
         """Look for a ps where it was at the beginning."""
-        self.links.go_home(self.links.ps.links[ps])
+        link = self.links.ps.links[ps]
+        if link.address != self.links.processes[link.task]:
+            self.links.move_ps(link, self.links.processes[link.task])
 
     def resume(self) -> None:
         """Let everything go on; ps tasks know nothing of what they were told."""
@@ -771,12 +769,8 @@ class ClusterRecovery:
 
     # The end.
 
-    def stop(self) -> None:
-        """The coordinator is being closed: what is lost from now on is at most noted."""
-        self.rule.close()
-
     async def close(self) -> None:
-        """Bring back nothing more; after ``stop``. Cancellation: safe."""
+        """Bring back nothing more; the rule was closed before. Cancellation: safe."""
         if self._task is not None:
             await end_all([self._task])
         await self.backups.close()

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from psync.errors import (
     ClosureCancelled,
@@ -39,27 +39,13 @@ from psync.errors import (
 )
 
 
-class Waiter(Protocol):
-    """The request of a replica that waits in a collective."""
-
-    def fail(self, error: BaseException) -> object:
-        """Answer with an error."""
-
-
 @dataclass(slots=True)
 class _Replica:
     """What is known of one replica."""
 
     worker: str
     arrived: int = 0  # collectives that it has come to
-    waits: dict[int, Any] = field(default_factory=dict)  # its request in each not answered
     ended: bool = False
-
-    def refuse(self, error: PsyncError) -> None:
-        """Answer all of its requests with an error."""
-        for request in self.waits.values():
-            request.fail(error)
-        self.waits.clear()
 
 
 @dataclass(slots=True)
@@ -67,7 +53,7 @@ class _Collective:
     """One that not all have been answered."""
 
     what: str  # as the first replica that came calls it
-    here: list[int] = field(default_factory=list)  # in the order of their coming
+    requests: dict[int, Any] = field(default_factory=dict)  # by replica, as they came
 
 
 class Gang:
@@ -102,14 +88,14 @@ class Gang:
 
     def waits(self, replica: int) -> bool:
         """Whether a replica is in a collective: it goes on when others have come."""
-        return bool(self._replicas[replica].waits)
+        return any(replica in each.requests for each in self._open.values())
 
     def describe(self) -> str:
         """Say on whom those wait who are in a collective; "" if nobody is."""
         for number, collective in self._open.items():
             if number not in self._merging:
-                here = ", ".join(self._name(replica) for replica in sorted(collective.here))
-                away = [r for r in range(len(self._replicas)) if r not in collective.here]
+                here = ", ".join(self._name(replica) for replica in sorted(collective.requests))
+                away = [r for r in range(len(self._replicas)) if r not in collective.requests]
                 missing = ", ".join(self._name(replica) for replica in away)
                 return f"{here} in {collective.what}, and not yet {missing}"
         if self._merging:
@@ -118,8 +104,13 @@ class Gang:
 
     # What replicas do.
 
-    def arrive(self, replica: int, what: str, request: Waiter) -> int | None:
+    def arrive(self, replica: int, what: str, request: Any) -> int | None:
         """A replica has come to its next collective.
+
+        Args:
+            replica: Its id.
+            what: Names the collective, for messages.
+            request: Waits for the result; its ``fail`` answers with an error.
 
         Returns:
             Its number if all are there: its function is to be called with what the requests of
@@ -128,43 +119,42 @@ class Gang:
         record = self._replicas[replica]
         number = record.arrived
         record.arrived += 1
-        record.waits[number] = request
         if self._cause is not None:
-            record.refuse(self._cause)
+            request.fail(self._cause)
             return None
         collective = self._open.setdefault(number, _Collective(what))
-        collective.here.append(replica)
+        collective.requests[replica] = request
         others = enumerate(self._replicas)
         left = [r for r, other in others if other.ended and other.arrived <= number]
         if collective.what != what:
+            first = self._name(next(iter(collective.requests)))
             error = ContextError(
-                f"different collectives: {self._name(collective.here[0])} is in {collective.what}, "
-                f"{self._name(replica)} in {what}",
+                f"different collectives: {first} is in {collective.what}, {self._name(replica)} in "
+                f"{what}",
                 hint="every replica must call the same ones in the same order",
             )
             self._fail(error, error)
         elif left:  # it has returned before it came here
             self._fail_by_numbers(left[0], replica, number)
-        elif len(collective.here) == len(self._replicas):
+        elif len(collective.requests) == len(self._replicas):
             self._merging.add(number)
             return number
         return None
 
     def requests(self, number: int) -> list[Any]:
         """Return what waits in a collective to which all have come, by replica."""
-        return [record.waits[number] for record in self._replicas]
+        return [request for _, request in sorted(self._open[number].requests.items())]
 
     def merged(self, number: int) -> list[Any]:
         """The function of a collective has ended: return the requests that get what came of it."""
         self._merging.remove(number)
-        if self._cause is not None:
-            return []
+        requests = self.requests(number)  # none if the gang has failed
         del self._open[number]
-        return [record.waits.pop(number) for record in self._replicas]
+        return requests
 
     def gave_up(self, replica: int) -> None:
         """A replica waits in a collective no more, although nobody has answered."""
-        what = next((c.what for c in self._open.values() if replica in c.here), "a collective")
+        what = next((c.what for c in self._open.values() if replica in c.requests), "a collective")
         error = ClosureCancelled(
             f"{self._name(replica)} gave up {what}, which needs all replicas",
             hint="it was cancelled there, for example by a timeout, or returned without awaiting "
@@ -174,23 +164,17 @@ class Gang:
 
     def finished(self, replica: int) -> None:
         """A replica has returned."""
-        if self._has_ended(replica):
+        self._replicas[replica].ended = True
+        if self.waits(replica):
             self.gave_up(replica)
-        elif self._open:
+        elif self._open and self._cause is None:
             number, collective = next(iter(self._open.items()))  # to which it has not come
-            self._fail_by_numbers(replica, collective.here[0], number)
+            self._fail_by_numbers(replica, next(iter(collective.requests)), number)
 
     def failed(self, replica: int, error: BaseException) -> None:
         """A replica has raised ``error``, was stopped, or its worker was lost (WorkerLost)."""
-        self._has_ended(replica)
+        self._replicas[replica].ended = True
         self._fail(error, self._cause_of(replica, error))
-
-    def _has_ended(self, replica: int) -> bool:
-        """Note that a replica has ended; return whether it waited in a collective."""
-        record = self._replicas[replica]
-        record.ended, waited = True, self.waits(replica)
-        record.refuse(ClosureCancelled("the replica has ended"))
-        return waited
 
     def cancel(self, error: PsyncError) -> None:
         """End the gang from outside; ``error`` is its error, if there is none yet."""
@@ -206,10 +190,12 @@ class Gang:
         self.error, self._cause = error, cause
         if self._merging:
             self._stop_merging()
+        waiting = [each for open_one in self._open.values() for each in open_one.requests.items()]
+        self._open = {number: _Collective(self._open[number].what) for number in self._merging}
+        for _, request in waiting:
+            request.fail(cause)
         for replica, record in enumerate(self._replicas):
-            if record.waits:
-                record.refuse(cause)
-            elif not record.ended:
+            if not record.ended and replica not in dict(waiting):
                 self._stop(replica)
 
     def _fail_by_numbers(self, left: int, waits: int, number: int) -> None:

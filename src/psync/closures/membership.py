@@ -1,12 +1,11 @@
-"""Membership: which tasks are alive, fenced, set aside, and reported to ps 0.
+"""Membership: which workers are alive, fenced, set aside, and reported to ps 0.
 
 ``Membership`` is the coordinator's view. Its inputs are connections made and ended; it returns the
-fences that follow from that.
+fence that follows from that.
 
-**Incarnations** distinguish a task from its earlier runs. A task says at the handshake which one it
-was started under (its boot incarnation); on every connection it is assigned
-``max(boot incarnation, last assigned + 1)``. So a worker whose connection broke and came back is a
-new client too: its closures run elsewhere by then.
+**Incarnations** distinguish a worker from its earlier runs. On every connection it is assigned
+another one, above the last. So a worker whose connection broke and came back is a new client too:
+its closures run elsewhere by then.
 
 **A worker** is lost as soon as its connection is: its closures are cheap to run again. Before that,
 every ps is told to refuse what the lost incarnation may still send.
@@ -18,7 +17,8 @@ if it returns. Its incarnation is fenced like a lost one's, since messages may b
 next worker of that name gets incarnations above all earlier ones.
 
 **A ps** holds state, so a broken connection says little: whether it is lost, finds its link
-(``client.link``). A ps that connects is sent the fences of all workers that were lost before.
+(``client.link``). A ps that connects is sent the fences of all workers that were lost before, by
+``chief.links``.
 
 Source: TensorFlow's ``ClusterCoordinator`` and its ``WorkerPreemptionHandler``. Different: every
 task recovers by itself, a lost task is known by its connection and incarnation and not by the text
@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -47,160 +46,98 @@ BACKOFF_FACTOR = 1.6
 class TaskState(Enum):
     CONNECTING = "connecting"  # was never here
     ALIVE = "alive"
-    LOST = "lost"  # its connection; it may return, a ps with its memory
-    LEFT = "left"  # a worker that went in order, or is not wanted any more: nobody waits for it
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEnd:
-    """The consequences of the end of a coordinator's session with a worker.
-
-    | the end | its closures | the worker |
-    |---|---|---|
-    | without a word | come back, and are blamed | is lost, which counts |
-    | the worker leaves | come back, if any are left | is not waited for; may return |
-    | it cannot go on, and says why | come back | is lost, which counts unless a ps is missing |
-    | the coordinator ends it | come back; are blamed if one was too slow | begins again |
-
-    A worker whose losses count is set aside if there are too many; see ``Flapping``.
-    """
-
-    text: str  # for the log
-    in_order: bool = False  # the worker has left
-    blame: bool = False  # what it ran may be the cause
-    counts: bool = False  # as a loss of the worker
-
-    @classmethod
-    def of(
-        cls, worker: str, leaving: bool, sent_away: bool | None, reason: str, error: object,
-        *, misses_ps: bool,
-    ) -> SessionEnd:  # fmt: skip
-        """Return what an end means.
-
-        Args:
-            worker: Its name.
-            leaving: Whether the worker has said that it leaves.
-            sent_away: None unless the coordinator ends it; then whether what runs is to blame.
-            reason: What the worker gave as its reason for not going on, or "".
-            error: What its connections ended with.
-            misses_ps: Whether a ps cannot be reached, or is being recovered: a reason not to go on.
-        """
-        if leaving:
-            return cls(f"{worker} has left ({reason})", in_order=True)
-        if sent_away is False:
-            return cls(f"the session of {worker} was ended ({error})")
-        if reason and sent_away is None:
-            return cls(f"{worker} cannot go on ({reason})", counts=not misses_ps)
-        return cls(f"{worker} is lost ({error})", blame=True, counts=sent_away is None)
-
-
-Fences: TypeAlias = list[tuple[str, Fence]]
-"""(ps, what it is told) of each: to refuse earlier incarnations of a worker."""
+    LOST = "lost"  # its connection; it may return
+    LEFT = "left"  # in order, or it is not wanted any more: nobody waits for it
 
 
 @dataclass(slots=True)
-class _Task:
-    """What is known of one task."""
+class _Worker:
+    """What is known of one worker."""
 
     address: str
-    is_ps: bool
     state: TaskState = TaskState.CONNECTING
     incarnation: int = -1  # last assigned; -1 before the first
-    fenced_below: int = 0  # incarnations of a worker that are refused; 0: none was lost
+    fenced_below: int = 0  # incarnations that are refused; 0: none was lost
 
 
 class Membership:
-    """The tasks of one cluster. Names are those of the cluster, as in ``/job:ps/task:0``.
+    """The workers of one cluster. Names are those of the cluster, as in ``/job:worker/task:0``.
 
     Args:
         workers: Address of every worker, by its name.
-        ps: Address of every ps, by its name.
     """
 
-    def __init__(self, workers: Mapping[str, str], ps: Mapping[str, str]) -> None:
-        self._tasks = {name: _Task(address, is_ps=True) for name, address in ps.items()}
-        self._tasks |= {name: _Task(address, is_ps=False) for name, address in workers.items()}
+    def __init__(self, workers: Mapping[str, str]) -> None:
+        self._workers = {name: _Worker(address) for name, address in workers.items()}
 
-    def add_worker(self, task: str, address: str) -> None:
+    def add_worker(self, worker: str, address: str) -> None:
         """A worker belongs to the cluster from now on: one that is new, or that has left.
 
         Raises:
             LocalProtocolError: If it belongs to it already.
         """
-        if task not in self._tasks:
-            self._tasks[task] = _Task(address, is_ps=False)
-            return
-        record = self._move(task, TaskState.CONNECTING, TaskState.LEFT)
-        record.address = address
+        if worker not in self._workers:
+            self._workers[worker] = _Worker(address)
+        else:
+            self._move(worker, TaskState.CONNECTING, TaskState.LEFT).address = address
 
-    def connected(self, task: str, boot_incarnation: int) -> Fences:
-        """A connection to the task was made, whose handshake gave its boot incarnation.
-
-        Its ``incarnation`` is another one from now on.
+    def connected(self, worker: str, lowest: int) -> None:
+        """A connection to a worker was made: it is assigned another incarnation, at least this.
 
         Raises:
             LocalProtocolError: If it is connected already.
         """
-        record = self._move(
-            task, TaskState.ALIVE, TaskState.CONNECTING, TaskState.LOST, TaskState.LEFT
-        )
-        record.incarnation = max(boot_incarnation, record.incarnation + 1)
-        return [(task, Fence(*fence)) for fence in self.fences()] if record.is_ps else []
+        before = TaskState.CONNECTING, TaskState.LOST, TaskState.LEFT
+        record = self._move(worker, TaskState.ALIVE, *before)
+        record.incarnation = max(lowest, record.incarnation + 1)
 
-    def disconnected(self, task: str) -> Fences:
-        """The connection to the task ended: a worker is lost.
+    def disconnected(self, worker: str) -> Fence:
+        """The connection to a worker ended: it is lost, and ps tasks are told what is returned.
 
         Raises:
             LocalProtocolError: If it is not connected.
         """
-        record = self._move(task, TaskState.LOST, TaskState.ALIVE)
-        return [] if record.is_ps else self._gone(task, record)
+        return self._gone(worker, self._move(worker, TaskState.LOST, TaskState.ALIVE))
 
-    def left(self, worker: str) -> Fences:
+    def left(self, worker: str) -> Fence | None:
         """A worker has left in order, or is not wanted any more."""
-        record = self._tasks[worker]
+        record = self._workers[worker]
         was_alive, record.state = record.state is TaskState.ALIVE, TaskState.LEFT
-        return self._gone(worker, record) if was_alive else []
+        return self._gone(worker, record) if was_alive else None
 
-    def _gone(self, worker: str, record: _Task) -> Fences:
+    def _gone(self, worker: str, record: _Worker) -> Fence:
         """Fence a worker whose connection has ended."""
         record.fenced_below = record.incarnation + 1
-        tasks = self._tasks.items()
-        living = [name for name, task in tasks if task.is_ps and task.state is TaskState.ALIVE]
-        return [(ps, Fence(worker, record.fenced_below)) for ps in living]
+        return Fence(worker, record.fenced_below)
 
-    def state(self, task: str) -> TaskState:
-        """Return the state of a task of the cluster."""
-        return self._tasks[task].state
+    def state(self, worker: str) -> TaskState:
+        """Return the state of a worker of the cluster."""
+        return self._workers[worker].state
 
-    def incarnation(self, task: str) -> int:
-        """Return the incarnation that a task was last assigned; -1 if it never connected."""
-        return self._tasks[task].incarnation
+    def incarnation(self, worker: str) -> int:
+        """Return the incarnation that a worker was last assigned; -1 if it never connected."""
+        return self._workers[worker].incarnation
 
     def fences(self) -> list[tuple[str, int]]:
-        """Return (task, lowest incarnation that may be served) of each worker that was lost."""
-        tasks = self._tasks.items()
-        return [(name, task.fenced_below) for name, task in tasks if task.fenced_below]
-
-    def has_every_ps(self) -> bool:
-        """Return whether every ps is connected."""
-        return all(r.state is TaskState.ALIVE for r in self._tasks.values() if r.is_ps)
+        """Return (worker, lowest incarnation that may be served) of each that was lost."""
+        workers = self._workers.items()
+        return [(name, each.fenced_below) for name, each in workers if each.fenced_below]
 
     def missing(self) -> list[tuple[str, str]]:
-        """Return (name, address) of every task that is waited for, ps tasks first."""
-        tasks, settled = self._tasks.items(), (TaskState.ALIVE, TaskState.LEFT)
-        return [(name, task.address) for name, task in tasks if task.state not in settled]
+        """Return (name, address) of every worker that is waited for."""
+        workers, settled = self._workers.items(), (TaskState.ALIVE, TaskState.LEFT)
+        return [(name, each.address) for name, each in workers if each.state not in settled]
 
     def gone(self) -> list[str]:
         """Return the names of the workers that have left and are not back."""
-        return [name for name, record in self._tasks.items() if record.state is TaskState.LEFT]
+        return [name for name, each in self._workers.items() if each.state is TaskState.LEFT]
 
-    def _move(self, task: str, state: TaskState, *before: TaskState) -> _Task:
-        """Change the state of a task, which has to be in one of some others."""
-        record = self._tasks[task]
+    def _move(self, worker: str, state: TaskState, *before: TaskState) -> _Worker:
+        """Change the state of a worker, which has to be in one of some others."""
+        record = self._workers[worker]
         if record.state not in before:
             raise LocalProtocolError(
-                f"{task} cannot become {state.value}: it is {record.state.value}"
+                f"{worker} cannot become {state.value}: it is {record.state.value}"
             )
         record.state = state
         return record

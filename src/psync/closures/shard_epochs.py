@@ -19,11 +19,12 @@ seen more than once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, ValidationError, convert
 
 from psync.errors import ConfigurationError, LocalProtocolError, check_fits
 from psync.specs import checked_integer
@@ -68,22 +69,32 @@ class EpochAccount:
         return f"{text}, restarted: {runs}" if runs else text
 
 
+@dataclass(slots=True)
 class _Epoch:
     """The shards of one epoch. Of one that is over nothing is kept but its runs."""
 
-    def __init__(
-        self,
-        num_shards: int,
-        done: Iterable[int] = (),
-        unfinished: Mapping[int, int] | None = None,
-    ) -> None:
-        self.undone = set(range(num_shards)).difference(done)
-        self.unfinished = Counter(unfinished)  # runs that did not finish, or were undone
+    undone: set[int]
+    unfinished: Counter[int] = field(default_factory=Counter)
+    """Runs that did not finish, or were undone."""
 
     def runs(self) -> dict[int, int]:
         """Return the runs of shards that some run has not finished, or that were undone."""
         runs = sorted(self.unfinished.items())
         return {shard: count + (shard not in self.undone) for shard, count in runs if count}
+
+
+class _SavedEpoch(Struct):
+    """An epoch that is not over, in a state."""
+
+    done: list[int]
+    unfinished: list[tuple[int, int]]  # (shard, runs that have not finished)
+
+
+class _Saved(_SavedEpoch):
+    """What a state has, beside its version and the number of shards: the present epoch first."""
+
+    past: list[list[tuple[int, int]]]  # of each epoch that is over: (shard, runs)
+    later: list[_SavedEpoch] = []
 
 
 class Visitation:
@@ -115,7 +126,7 @@ class Visitation:
         self.num_epochs = _at_least("num_epochs", num_epochs, 1)
         self.epoch = 0
         self._seed = None if shuffle_seed is None else _at_least("shuffle_seed", shuffle_seed, 0)
-        self._epochs = [_Epoch(self.num_shards)]  # that have begun
+        self._epochs = [_Epoch(set(range(num_shards)))]  # that have begun
         if state is not None:
             self._restore(state)
 
@@ -179,7 +190,7 @@ class Visitation:
         while not self.is_over and not self._epochs[self.epoch].undone:
             self.epoch += 1
             if len(self._epochs) == self.epoch < self.num_epochs:
-                self._epochs.append(_Epoch(self.num_shards))
+                self._epochs.append(_Epoch(set(range(self.num_shards))))
 
     def account(self) -> list[EpochAccount]:
         """Return what became of every shard, for each epoch that has begun."""
@@ -232,33 +243,29 @@ class Visitation:
                 f"{state.get('num_shards')!r}",
                 hint="pass the same shards in the same order as before, or start without the state",
             )
-        try:  # of each epoch, the shards that are done, None: all; and runs that have not finished
-            epochs: list[tuple[set[int] | None, dict[int, int]]] = [
-                (None, {int(s): int(runs) - (int(runs) > 0) for s, runs in epoch})
-                for epoch in state["past"]
-            ]
-            epochs += [
-                ({int(s) for s in each["done"]}, {int(s): int(n) for s, n in each["unfinished"]})
-                for each in (state, *state.get("later", ()))
-            ]
-        except (KeyError, TypeError, ValueError) as exc:
+        try:
+            saved = convert(dict(state), _Saved)
+        except ValidationError as exc:
             raise ConfigurationError(
                 f"state: expected a result of state(), got {dict(state)!r:.200}"
             ) from exc
-        named = set().union(*(each for done, runs in epochs for each in (done or (), runs)))
-        fits = not named or 0 <= min(named) <= max(named) < self.num_shards
-        check_fits(fits, f"state: expected shards 0 to {self.num_shards - 1}", sorted(named))
-        fewest = min((count for _, runs in epochs for count in runs.values()), default=0)
-        check_fits(fewest >= 0, "state: expected numbers of runs from 0", fewest)
-        while epochs and epochs[-1] == (set(), {}):  # it has not begun
-            epochs.pop()
-        expected = f"state: expected at most {self.num_epochs} epochs (num_epochs)"
-        check_fits(len(epochs) <= self.num_epochs, expected, len(epochs))
-        every = range(self.num_shards)
+        every, begun = set(range(self.num_shards)), (saved, *saved.later)
         self._epochs = [
-            _Epoch(self.num_shards, every if done is None else done, unfinished)
-            for done, unfinished in epochs or [(set(), {})]
+            _Epoch(set(), Counter({shard: runs - (runs > 0) for shard, runs in epoch}))
+            for epoch in saved.past
         ]
+        self._epochs += [
+            _Epoch(every.difference(e.done), Counter(dict(e.unfinished))) for e in begun
+        ]
+        named = set().union(*(e.done for e in begun), *(e.unfinished for e in self._epochs))
+        expected = f"state: expected shards 0 to {self.num_shards - 1}"
+        check_fits(named <= every, expected, sorted(named))
+        fewest = min((count for e in self._epochs for count in e.unfinished.values()), default=0)
+        check_fits(fewest >= 0, "state: expected numbers of runs from 0", fewest)
+        while len(self._epochs) > 1 and self._epochs[-1] == _Epoch(every):  # it has not begun
+            self._epochs.pop()
+        expected = f"state: expected at most {self.num_epochs} epochs (num_epochs)"
+        check_fits(len(self._epochs) <= self.num_epochs, expected, len(self._epochs))
         self._go_on()
 
 

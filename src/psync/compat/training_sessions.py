@@ -167,6 +167,10 @@ class Part(ABC):
     async def _look(self) -> None:
         """React to news, or to the time that has passed."""
 
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """Close the connections."""
+
     async def _exchange(self, seen: int) -> None:
         """Post the value, and take the news once there are some that were not seen."""
         post = Post(seen, self._forgets)
@@ -202,9 +206,12 @@ class Part(ABC):
         (future if future.done() else self._following).result()
 
     async def close(self) -> None:
-        """Post nothing more. Cancellation: safe."""
-        if self._following is not None:
-            await end_all([self._following])
+        """Close everything. Cancellation: connections may still be closing."""
+        try:
+            if self._following is not None:
+                await end_all([self._following])
+        finally:
+            await self._disconnect()
 
 
 class ChiefPart(Part):
@@ -222,7 +229,7 @@ class ChiefPart(Part):
         self.links.on_ps_lost = _advise
         super().__init__(session, self.links.ps)
         self._members = self.links.membership
-        self._addresses = session._others()
+        self._addresses = session._others
         self._asking: list[str] = []  # workers that are there and do not take part
         self._entered: dict[str, int] = {}  # the process of each that takes part, or last did
         self._away: dict[str, float] = {}  # loop time at which such a worker lost its connection
@@ -387,12 +394,8 @@ class ChiefPart(Part):
         self._forgets = True  # the next chief does not go on with this training
         await self.tell()
 
-    async def close(self) -> None:
-        """Close everything. Cancellation: connections may still be closing."""
-        try:
-            await super().close()
-        finally:
-            await self.links.close()
+    async def _disconnect(self) -> None:
+        await self.links.close()
 
 
 class WorkerPart(Part):
@@ -497,13 +500,9 @@ class WorkerPart(Part):
             self._left = True, True, None
             await self.tell()
 
-    async def close(self) -> None:
-        """Close everything. Cancellation: connections may still be closing."""
-        try:
-            await super().close()
-        finally:
-            await self.ps.close()
-            await self._endpoint.close()
+    async def _disconnect(self) -> None:
+        await self.ps.close()
+        await self._endpoint.close()
 
 
 class MonitoredTrainingSession:
@@ -587,15 +586,14 @@ class MonitoredTrainingSession:
                 "psync.ClusterCoordinator, which supports backups",
             )
         self.strategy = strategy
-        self._job, self._index = _own_task(strategy)
-        cluster = strategy.cluster
-        job = "chief" if "chief" in cluster.jobs else "worker"
-        self._leader = job, cluster.task_indices(job)[0]
-        if is_chief is None:
-            is_chief = self._leader == (self._job, self._index)
-        self.is_chief = is_chief
-        self._task = task_name(self._job, self._index)
-        others = len(self._others())
+        cluster, own = strategy.cluster, _own_task(strategy)
+        self._task, self._address = task_name(*own), cluster.task_address(*own)
+        workers = addresses_in(cluster, "worker") if "worker" in cluster.jobs else {}
+        chiefs = addresses_in(cluster, "chief") if "chief" in cluster.jobs else workers
+        self._leader = next(iter(chiefs.items()))
+        self.is_chief = self._leader[0] == self._task if is_chief is None else is_chief
+        self._others = {name: workers[name] for name in workers if name != self._task}
+        others = len(self._others)
         if not self.is_chief and not trains:
             raise ConfigurationError("trains: only the chief may set trains=False")
         if not trains and not others:
@@ -655,31 +653,29 @@ class MonitoredTrainingSession:
         for hook in self._hooks:
             hook.begin()
         self._loop = asyncio.get_running_loop()
-        address = self.strategy.cluster.task_address(self._job, self._index)
-        platform = platform_of(self.strategy.cluster_resolver, address, insecure=self._insecure)
+        resolver = self.strategy.cluster_resolver
+        platform = platform_of(resolver, self._address, insecure=self._insecure)
         self._part = (ChiefPart if self.is_chief else WorkerPart)(self, platform)
         self._is_open = True
         try:
-            await self._begin(platform, address)
+            await self._begin(platform)
         except BaseException as exc:
             await self._finish(exc)
             raise
         note_training_began()
         return self
 
-    async def _begin(self, platform: Platform, address: str) -> None:
+    async def _begin(self, platform: Platform) -> None:
         part, patience_s = self._part, self._connect_timeout_s
         if isinstance(part, ChiefPart):
             await part.attach(patience_s)
             await self._use(Creation(self.strategy._uncreated, part.ps).ensure)
-            await self._show(part, platform, address)
+            await self._show(part, platform)
             variables = self.strategy.variables
             shards = [as_sent(shard) for each in variables for shard in each.spec.shards]
             await part.open(shards, self._min_workers, patience_s)
         else:
-            leader = self.strategy.cluster.task_address(*self._leader)
-            leader = f"{task_name(*self._leader)} at {leader}"
-            text = f"{self._task} waits for {leader} to let it begin"
+            text = f"{self._task} waits for {' at '.join(self._leader)} to let it begin"
             with naming_who_is_awaited(lambda: text):
                 declared = await part.begin(patience_s)
             await self._use(partial(self._compare, declared))
@@ -702,12 +698,12 @@ class MonitoredTrainingSession:
         for hook in self._hooks:
             await hook.after_create_session(self)
 
-    async def _show(self, part: ChiefPart, platform: Platform, address: str) -> None:
+    async def _show(self, part: ChiefPart, platform: Platform) -> None:
         """Let processes of this user ask for the status."""
         last = self._stop_at_step
-        workers = {CHIEF: address} if self._trains else {}
+        workers = {CHIEF: self._address} if self._trains else {}
         source = SessionSource(
-            part.links, self.strategy._specs, workers | self._others(),
+            part.links, self.strategy._specs, workers | self._others,
             lambda: (part.is_open, part.over), "the program" if last is None else f"step {last}",
         )  # fmt: skip
         self._seen = ServedStatus(source, platform)
@@ -872,15 +868,6 @@ class MonitoredTrainingSession:
                 logger.warning("training: other tasks are still in a step after %g s", timeout_s)
         except PsyncError as exc:
             logger.info("training: the others do not hear that this task leaves: %s", exc.message)
-
-    # The cluster.
-
-    def _others(self) -> dict[str, str]:
-        """Return the address of each other worker, by name."""
-        cluster = self.strategy.cluster
-        workers = addresses_in(cluster, "worker") if "worker" in cluster.jobs else {}
-        workers.pop(self._task, None)
-        return workers
 
 
 def _described(shard: Sequence[Any]) -> str:

@@ -56,18 +56,10 @@ from psync.numerics.replicas import (
     select,
 )
 from psync.numerics.sums import Pieces, at_once
-from psync.serialization.payloads import (
-    Payload,
-    Segment,
-    check_size,
-    pack,
-    rebuild_exception,
-    unpack,
-)
+from psync.serialization.payloads import Packing, Payload, Segment, rebuild_exception, unpack
 from psync.specs import VariableSpec, plain_array
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
-from psync.wire.limits import Limits
 from psync.wire.messages import ClosureResults, ReachCollective
 
 T = TypeVar("T")
@@ -190,8 +182,7 @@ class GangMember:
     closure: ClosureContext  # that runs it
     call: Callable[[Message, Sequence[Segment]], Awaitable[Frame]]
     """Sends a request with its segments to the coordinator and waits for the reply."""
-    limits: Limits  # for what it sends
-    main_by_name: bool  # whether classes of ``__main__`` travel by name
+    packing: Packing  # of what it sends
 
     async def collective(self, what: str, function: Collective, value: Any) -> Any:
         """Wait until all replicas are here; return what ``function`` makes of all the values.
@@ -214,13 +205,7 @@ class GangMember:
         """
         self.closure.check_open(what)
         subject = f"what replica {self.replica_id} brings to {what}"
-        payload = pack(
-            (function, value),
-            subject=subject,
-            receiver="the coordinator",
-            main_by_name=self.main_by_name,
-        )
-        check_size(payload, subject, self.limits)
+        payload = self.packing.value((function, value), subject, "the coordinator")
         request = ReachCollective(self.closure.closure_id, what)
         call = asyncio.ensure_future(self.call(request, payload.segments))
         try:

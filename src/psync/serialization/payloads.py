@@ -275,30 +275,6 @@ def pack(
         _refuse(subject, obj, exc, receiver, main_by_name)
 
 
-def pack_arguments(
-    step: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, main_by_name: bool = True
-) -> Payload:
-    """Pickle args and kwargs of a step as `pack` does; `EMPTY` if there are none.
-
-    Raises:
-        SerializationError: If one of them cannot be sent; it names the step and the argument.
-    """
-    if not args and not kwargs:
-        return EMPTY
-    try:
-        return _pickle((args, kwargs), main_by_name)
-    except MemoryError:
-        raise
-    except Exception as exc:  # a user's __reduce__ may raise anything
-        named = [(str(index), value) for index, value in enumerate(args)]
-        named += [(f'"{name}"', value) for name, value in kwargs.items()]
-        for name, value in named:  # the one that fails is named
-            pack(value, subject=f'argument {name} of step "{step}"', main_by_name=main_by_name)
-        # Only all of them together fail, as when they are nested too deeply.
-        subject = f'the arguments of step "{step}"'
-        _refuse(subject, (args, kwargs), exc, "a worker", main_by_name)
-
-
 def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) -> None:
     """Refuse what the other side would refuse, where the user can still be told.
 
@@ -315,6 +291,49 @@ def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) 
                 f"{subject}: too large: {what} takes {size} bytes, expected at most {limit}",
                 hint="split it, or store it in variables or files",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How values are sent."""
+
+    limits: Limits  # for what is sent
+    main_by_name: bool  # whether classes of ``__main__`` travel by name
+
+    def value(self, obj: object, subject: str, receiver: str = "a worker") -> Payload:
+        """Return a value as it is sent; see ``pack``.
+
+        Raises:
+            SerializationError: It cannot be sent, or is too large.
+        """
+        payload = pack(
+            obj, subject=subject, receiver=receiver, main_by_name=self.main_by_name
+        )  # fmt: skip
+        check_size(payload, subject, self.limits)
+        return payload
+
+    def arguments(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+        """Return args and kwargs of a step as they are sent; `EMPTY` if there are none.
+
+        Raises:
+            SerializationError: One of them cannot be sent; it names the step and the argument.
+        """
+        if not args and not kwargs:
+            return EMPTY
+        subject = f'the arguments of step "{step}"'
+        try:
+            payload = _pickle((args, kwargs), self.main_by_name)
+        except MemoryError:
+            raise
+        except Exception as exc:  # a user's __reduce__ may raise anything
+            named = [(str(index), value) for index, value in enumerate(args)]
+            named += [(f'"{name}"', value) for name, value in kwargs.items()]
+            for name, value in named:  # the one that fails is named
+                self.value(value, f'argument {name} of step "{step}"')
+            # Only all of them together fail, as when they are nested too deeply.
+            _refuse(subject, (args, kwargs), exc, "a worker", self.main_by_name)
+        check_size(payload, subject, self.limits)
+        return payload
 
 
 def _fails(obj: object, main_by_name: bool) -> Exception | None:

@@ -52,6 +52,7 @@ from psync.replicas.context import GangMember
 from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import (
     EMPTY,
+    Packing,
     Payload,
     check_size,
     describe_exception,
@@ -230,8 +231,7 @@ class Session:
         self._ahead = BATCHES_AHEAD if platform.threads else 0  # that datasets load in threads
         self._steps: dict[bytes, LoadedStep] = {}  # by key, as they were loaded
         self._thread = StepThread() if platform.threads else None
-        self._limits = platform.limits
-        self._main_by_name = main_by_name
+        self._packing = Packing(platform.limits, main_by_name)
         self._queue: deque[HeldClosure] = deque()
         self.running: HeldClosure | None = None
         self._wake = asyncio.Event()
@@ -470,9 +470,7 @@ class Session:
             closure.number, self._refused,
         )  # fmt: skip
         if closure.replica is not None:
-            context.gang = GangMember(
-                *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
-            )  # fmt: skip
+            context.gang = GangMember(*closure.replica, context, self.bulk.call, self._packing)
         closure.began = self._loop.time()
         if self._recorder is not None:
             self._recorder.note("began", closure.id)
@@ -526,10 +524,10 @@ class Session:
                 value,
                 subject=step.result,
                 receiver="the coordinator",
-                main_by_name=self._main_by_name,
+                main_by_name=self._packing.main_by_name,
             )
             if payload is not EMPTY and payload.nbytes > SMALL_BODY_BYTES:
-                check_size(payload, step.result, self._limits)
+                check_size(payload, step.result, self._packing.limits)
         except asyncio.CancelledError:
             if self._ended:
                 raise
@@ -581,7 +579,7 @@ class Session:
         if type(exc) is ValueError and "read-only" in text_of(exc):  # numpy's, which says no more
             if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
                 exc.add_note(READ_ONLY_HINT)
-        described = describe_exception(exc, main_by_name=self._main_by_name)
+        described = describe_exception(exc, main_by_name=self._packing.main_by_name)
         return ClosureEnd(kind, described.payload, described.texts)
 
     async def _drain_pushes(self) -> None:
