@@ -172,8 +172,7 @@ class FitState:
 
     def clear(self) -> None:
         """Forget all epochs, and the steps that are owed."""
-        history, self.before = self.history, 0
-        history.epoch, history.history, history.repeated, history.stop_reason = [], {}, [], None
+        self.restore_checkpoint_state({"epoch": [], "history": {}})
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
