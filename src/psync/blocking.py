@@ -35,7 +35,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
-from psync.api import cluster_coordinator
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.data_shards import Visits as AsyncVisits
 from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
@@ -52,8 +51,8 @@ from psync.net.platform import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
 from psync.net.trace import Trace
-from psync.net.trace_file import Summary
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
+from psync.status.dashboard import run_log
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -315,8 +314,7 @@ class PerWorkerIterator(AsyncPerWorkerIterator[T]):
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
     """A ``psync.PerWorkerDataset`` that returns iterators of this module."""
 
-    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
-        return PerWorkerIterator(self, starts)
+    _iterator_class = PerWorkerIterator
 
 
 class Visits(AsyncVisits):
@@ -325,18 +323,6 @@ class Visits(AsyncVisits):
     schedule = _on_the_loop(AsyncVisits.schedule)
     run = _waiting(AsyncVisits.run)  # type: ignore[arg-type]
     _look = _on_the_loop(AsyncVisits._look)
-
-
-class Traced:
-    """A trace of a part of the run; see ``psync.ClusterCoordinator.trace``."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    @property
-    def summary(self) -> Summary | None:
-        """Seconds, events, tasks and dropped events of the file. None until the trace ends."""
-        return self._trace.summary
 
 
 def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
@@ -447,11 +433,9 @@ class ClusterCoordinator(_Blocking):
         _on_loop(coordinator._running, "distribute_once")
         return Visits(schedule, coordinator.join, shards, num_epochs, shuffle_seed, state)
 
-    @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[Traced]:
+    def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Trace]:
         """Trace the block; see ``psync.ClusterCoordinator.trace``."""
-        with _entered(self.coordinator.trace(path)) as traced:
-            yield Traced(traced)
+        return _entered(self.coordinator.trace(path))
 
     @property
     def stop_reason(self) -> str | None:
@@ -479,7 +463,7 @@ def report(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[No
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
-    return _entered(cluster_coordinator.report(path))
+    return _entered(run_log.report(path))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

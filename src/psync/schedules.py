@@ -18,7 +18,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -413,6 +413,36 @@ def as_schedule(value: object) -> Schedule:
     return Constant(rate)
 
 
+def described_by(
+    config: object, key: str, known: Mapping[str, Any], what: str, options: Iterable[str] = ()
+) -> tuple[Any, dict[str, Any]]:
+    """Return the class that a config names, and arguments for all of its fields.
+
+    Args:
+        config: Untrusted data from the wire.
+        key: Key of the name in it.
+        known: Classes by name.
+        what: "a schedule", for messages.
+        options: Further arguments.
+
+    Raises:
+        ConfigurationError: It is no config, names another class, or has other arguments.
+    """
+    if not isinstance(config, Mapping) or not isinstance(name := config.get(key), str):
+        raise ConfigurationError(f"expected the config of {what}, got {shortened(config)}")
+    if name not in known:
+        raise ConfigurationError(
+            f"unknown {what.partition(' ')[2]} {shortened(name)}",
+            hint=f"use one of {', '.join(known)}, {OR_OWN}",
+        )
+    arguments = {key_: value for key_, value in config.items() if key_ != key}
+    expected = sorted([*(field.name for field in fields(known[name])), *options])
+    if arguments.keys() != set(expected):
+        got = shortened(sorted(map(str, arguments)))
+        raise ConfigurationError(f"{name}: expected the arguments {expected}, got {got}")
+    return known[name], arguments
+
+
 def from_config(config: object, depth: int = 0) -> Schedule:
     """Return the schedule that ``to_config`` described.
 
@@ -425,22 +455,8 @@ def from_config(config: object, depth: int = 0) -> Schedule:
     """
     if depth == _MAX_DEPTH:
         raise ConfigurationError(f"a schedule is nested more than {_MAX_DEPTH} deep")
-    if not isinstance(config, Mapping) or not isinstance(config.get("kind"), str):
-        raise ConfigurationError(f"expected the config of a schedule, got {shortened(config)}")
-    kind = config["kind"]
-    cls = _SCHEDULES.get(kind)
-    if cls is None:
-        raise ConfigurationError(
-            f"unknown schedule {shortened(kind)}",
-            hint=f"use one of {', '.join(sorted(_SCHEDULES))}, {OR_OWN}",
-        )
-    arguments = {name: value for name, value in config.items() if name != "kind"}
-    expected = {field.name for field in fields(cls)}
-    if arguments.keys() != expected:
-        raise ConfigurationError(
-            f"{kind}: expected the arguments {sorted(expected)}, "
-            f"got {shortened(sorted(map(str, arguments)))}"
-        )
+    cls, arguments = described_by(config, "kind", dict(sorted(_SCHEDULES.items())), "a schedule")
     if cls is Warmup:
         arguments["schedule"] = from_config(arguments["schedule"], depth + 1)
-    return cls(**arguments)
+    schedule: Schedule = cls(**arguments)
+    return schedule

@@ -439,8 +439,8 @@ NAMES = "sgd, adam, adamax, nadam, lion, adagrad, adadelta, rmsprop, ftrl, lamb"
 @for_each(
     "config, message",
     [
-        (None, "expected the config of an optimizer, got NoneType"),
-        ({"rule": 1}, "expected the config of an optimizer, got dict"),
+        (None, "expected the config of an optimizer, got None"),
+        ({"rule": 1}, "expected the config of an optimizer, got {.rule.: 1}"),
         ({"rule": "lbfgs"}, f"unknown optimizer 'lbfgs'\nhint: use one of {NAMES}"),
         ({"rule": "sgd", "lr": 1}, r"sgd: expected the arguments \[.*\], got \['lr'\]"),
         (SGD().to_config() | {"learning_rate": 0.1}, "expected the config of a schedule, got 0.1"),

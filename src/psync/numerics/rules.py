@@ -1061,26 +1061,10 @@ def rule_from_config(config: object) -> UpdateRule:
     Raises:
         ConfigurationError: If it is not the config of a rule, or a registered one fails its probe.
     """
-    if not isinstance(config, Mapping) or not isinstance(config.get("rule"), str):
-        raise ConfigurationError(
-            f"expected the config of an optimizer, got {type(config).__name__}"
-        )
-    name = config["rule"]
-    cls = RULES.get(name)
-    if cls is None:
-        raise ConfigurationError(
-            f"unknown optimizer {name[:100]!r}",
-            hint=f"use one of {', '.join(RULES)}, {schedules.OR_OWN}",
-        )
-    arguments = {key: value for key, value in config.items() if key != "rule"}
-    expected = sorted((*(field.name for field in fields(cls)), *_OPTIONS))
-    if arguments.keys() != set(expected):
-        raise ConfigurationError(
-            f"{name}: expected the arguments {expected}, got {sorted(map(str, arguments))}"
-        )
+    cls, arguments = schedules.described_by(config, "rule", RULES, "an optimizer", _OPTIONS)
     options = RuleOptions(**{key: arguments.pop(key) for key in _OPTIONS})
     arguments["learning_rate"] = schedules.from_config(arguments["learning_rate"])
-    rule = cls(**arguments)
+    rule: UpdateRule = cls(**arguments)
     rule.probe()
     return rule.with_options(options)
 

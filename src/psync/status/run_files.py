@@ -20,7 +20,6 @@ import errno
 import json
 import logging
 import os
-import socket
 import stat
 import tempfile
 import time
@@ -177,15 +176,12 @@ async def answering(directory: Path, program: str, answer: Answer) -> AsyncItera
                 writer.writelines(await _reply(line, token, answer))
                 await writer.drain()
 
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(os.fspath(where))
-        os.chmod(where, 0o600)
-        server = await asyncio.start_unix_server(connected, sock=bound, limit=MAX_QUESTION_BYTES)
-        try:
-            with contextlib.closing(server), run_file(run):
-                yield
-        finally:
-            await end_all(responding)
+    server = await asyncio.start_unix_server(connected, where, limit=MAX_QUESTION_BYTES)
+    try:
+        with contextlib.closing(server), run_file(run):
+            yield
+    finally:
+        await end_all(responding)
 
 
 async def _reply(line: bytes, token: str, answer: Answer) -> tuple[bytes, bytes]:
@@ -250,7 +246,7 @@ def read_run(path: Path) -> Run:
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        run = msgspec.convert(data, Run)
+        return msgspec.convert(data, Run)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
@@ -259,7 +255,6 @@ def read_run(path: Path) -> Run:
         raise
     except MISFITS as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
-    return run
 
 
 def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:

@@ -172,8 +172,7 @@ class FitState:
 
     def clear(self) -> None:
         """Forget all epochs, and the steps that are owed."""
-        history, self.before = self.history, 0
-        history.epoch, history.history, history.repeated, history.stop_reason = [], {}, [], None
+        self.restore_checkpoint_state({"epoch": [], "history": {}})
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -481,10 +480,8 @@ def _is_of_rows(part: object) -> bool:
 
 def batch_size_of(batch: Any) -> int:
     """Return how many examples a batch has: the length of its first array; 1 if it has none."""
-    while isinstance(batch, tuple | list | dict) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    shape = np.shape(batch)
-    return int(shape[0]) if shape else 1
+    shape = np.shape(next(iter(leaves_of(batch)), 0))
+    return shape[0] if shape else 1
 
 
 class Counts:

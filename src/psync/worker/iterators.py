@@ -48,6 +48,7 @@ class WorkerIterator:
             loaded when it is asked for, which a test under virtual time needs.
         position: How many batches were handed out before, by an iterator that this one goes on
             from: they are loaded and thrown away.
+        uid: Of its handle; the end of the data names it.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class WorkerIterator:
         worker_index: int | None = None,
         ahead: int = BATCHES_AHEAD,
         position: int = 0,
+        uid: str = "",
     ) -> None:
+        self._uid = uid
         self.position = position  # batches handed out
         self._to_skip = position
         self.name = name_of(dataset_fn)
@@ -70,7 +73,6 @@ class WorkerIterator:
         # What loader and steps share. Re-entrant: without a thread, a step is the loader.
         self._changed = threading.Condition(threading.RLock())
         self._batches: deque[Any] = deque()
-        self._is_built = True  # False: it could not be, and ``_end`` says why
         self._end: BaseException | None = None  # raised once all batches are handed out
         self._end_traceback: TracebackType | None = None
         self._closed = False
@@ -106,6 +108,8 @@ class WorkerIterator:
                     self._changed.notify_all()  # there is room for another one
                     return self._batches.popleft()
                 if self._end is not None:
+                    if isinstance(self._end, EndOfData):
+                        self._end.data, self._end.batches = (self._uid, 0), self.position
                     raise self._end.with_traceback(self._end_traceback)  # else it grows
                 if self.thread is None:
                     self._load()
@@ -132,8 +136,9 @@ class WorkerIterator:
             await self.ready()
             try:
                 return next(self)
-            except EndOfData:
+            except EndOfData as exc:
                 if self._epoch >= epoch:
+                    exc.data = self._uid, epoch
                     raise
             with self._changed:
                 self._epoch, self.position, self._to_skip, self._end = epoch, 0, 0, None
@@ -160,7 +165,7 @@ class WorkerIterator:
             await asyncio.wrap_future(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
-        if self._end is not None and not self._is_built:
+        if isinstance(self._end, ClosureInputError):  # it could not be built
             raise self._end.with_traceback(self._end_traceback)
 
     # The loader.
@@ -197,7 +202,6 @@ class WorkerIterator:
         try:
             return open_dataset(self._dataset_fn, self._context)
         except BaseException as exc:
-            self._is_built = False
             raise ClosureInputError(
                 f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
             ) from exc
@@ -272,12 +276,7 @@ class IteratorHandle(Generic[T]):
             EndOfData: There is no further element; a step that does not catch it ends with it.
             UnsupportedError: Outside a step.
         """
-        found = self._found()
-        try:
-            element: T = next(found)
-        except EndOfData as exc:
-            exc.data, exc.batches = (self.uid, 0), found.position
-            raise
+        element: T = next(self._found())
         return element
 
     async def next_in(self, epoch: int) -> T:
@@ -291,12 +290,7 @@ class IteratorHandle(Generic[T]):
 
         Cancellation: Safe.
         """
-        found = self._found()
-        try:
-            element: T = await found.next_in(epoch)
-        except EndOfData as exc:
-            exc.data, exc.batches = (self.uid, epoch), found.position
-            raise
+        element: T = await self._found().next_in(epoch)
         return element
 
     def _found(self) -> Any:

@@ -666,6 +666,7 @@ class Session:
             ahead=self._ahead,
             position=handle.starts.get(self.attach.worker_index, 0),
             worker_index=self.attach.worker_index,
+            uid=handle.uid,
         )
         return made
 
