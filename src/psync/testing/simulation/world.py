@@ -26,10 +26,9 @@ from psync.net.platform import Platform, entropy
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
-from psync.testing.sabotage import SabotagedParts
 from psync.testing.simulation import oracle
 from psync.testing.simulation.disk import SimulatedDisk
-from psync.testing.simulation.injection import Injector, Losses, Places
+from psync.testing.simulation.injection import Injector, parts_without
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import Process, ProcessLoop, current_process
@@ -95,6 +94,7 @@ class World:
         self.disk = SimulatedDisk(functools.partial(self.reach, "file"), self.stream("disk"))
         self.network.trace_deliveries(self._note_delivery)
         loop.set_exception_handler(self._note_unhandled)
+        loop.on_reach = self.reach
         self.journal.listener = self._note_saying
         loop.on_threads = lambda: self.journal.say("mark", "several threads compute at once")
 
@@ -325,9 +325,7 @@ class World:
             self.network.host(name),
             SECRET,
             limits=Limits(**self.plan.limits),
-            parts=SabotagedParts(
-                Places(self, name), without=self.without, losses=Losses(self, name)
-            ),
+            parts=parts_without(self.without),
             random_bytes=draw.randbytes,
             uniform=draw.random,
             new_incarnation=self._new_incarnation,
