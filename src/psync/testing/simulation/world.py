@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import msgpack
+
 import psync
 from psync.checkpoints.files import current_disk
 from psync.errors import ConnectFailed, ParameterServerLost
@@ -409,7 +411,7 @@ class World:
 
         Two runs with other draws in between differ in the turns of the loop, or in the last draw.
         """
-        return f"{zlib.crc32(repr((self.trace, self.loop.last_draw())).encode()):08x}"
+        return f"{zlib.crc32(msgpack.encode((self.trace, self.loop.last_draw()))):08x}"
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
