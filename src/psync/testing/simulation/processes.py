@@ -286,10 +286,7 @@ class _Nothing(asyncio.Handle):
     """The turn of one that has none: it counts as cancelled."""
 
     def __init__(self) -> None:
-        pass
-
-    def cancelled(self) -> bool:
-        return True
+        self._cancelled = True
 
 
 _NOTHING = _Nothing()
