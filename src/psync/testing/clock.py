@@ -474,7 +474,8 @@ class VirtualClockLoop(LoopBase):
 
     def _pass(self) -> None:
         """Run what is ready; if nothing is, make the next thing ready."""
-        self._take_due_timers()
+        if self._timers and self._timers[0][0] <= self._now:
+            self._take_due_timers()
         if not self._ready and not self._steps and not self._stopping:
             self._move_on()
         self._passes += 1
@@ -482,7 +483,7 @@ class VirtualClockLoop(LoopBase):
             raise self._deadlock(f"{SPIN_PASSES} passes of the loop did not let the clock move")
         for _ in range(len(self._ready) + len(self._steps)):
             handle = self._next()
-            if not handle.cancelled():
+            if not handle._cancelled:  # type: ignore[attr-defined]
                 handle._run()
 
     def _move_on(self) -> None:

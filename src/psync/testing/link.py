@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import functools
 import os
 import random
 import sys
@@ -63,7 +64,7 @@ class Segment:
     def hand_over(self, num_bytes: int) -> memoryview:
         """Return the next bytes, at most ``num_bytes``: a view of the writer's memory."""
         piece = self.view[self.offset : self.offset + num_bytes]
-        self.offset += len(piece)
+        self.offset += piece.nbytes
         if self.checksum is not None:
             self.passed = zlib.crc32(piece, self.passed)
         return piece
@@ -111,7 +112,12 @@ def _find_writer() -> str:
 
 
 def _is_noise(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_NOISE)
+    return _is_of_noise(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_of_noise(filename: str) -> bool:
+    return filename.startswith(_NOISE)
 
 
 HIGH_BYTES = 64 << 10
@@ -516,7 +522,7 @@ class Direction:
         """Schedule the delivery of bytes that can be delivered."""
         if self._pump_handle is not None or not (self._segments or self._end):
             return
-        due = self._segments[0].due if self._segments else self._end[0] if self._end else 0.0
+        due = self._segments[0].due if self._segments else self._end[0]  # type: ignore[index]
         loop, context = self.link.loop, self._context
         if due > loop.time() and not self._is_blocked():
             self._pump_handle = loop.call_at(due, self._pump, due, context=context)
@@ -524,9 +530,11 @@ class Direction:
             self._pump_handle = loop.call_soon(self._pump, due, context=context)
 
     def _draw_arrival(self) -> float:
-        latency = self._random.uniform(*self.link.fabric.latency) * self._slower
+        low, high = self.link.fabric.latency
+        latency = (low + (high - low) * self._random.random()) * self._slower  # as ``uniform``
         arrival = self.link.loop.time() + latency
-        self._last_due = max(self._last_due, arrival)  # nothing overtakes
+        if arrival > self._last_due:  # nothing overtakes
+            self._last_due = arrival
         return self._last_due
 
     def _draw_size(self) -> int:
@@ -537,7 +545,7 @@ class Direction:
 
     def _is_blocked(self) -> bool:
         fabric = self.link.fabric
-        if self.link.is_partitioned or self._hosts[1] in fabric.stopped:
+        if self._hosts[1] in fabric.stopped or self.link.is_partitioned:
             return True
         if fabric.deaf and self._hosts in fabric.deaf:
             return True
@@ -593,7 +601,7 @@ class Direction:
                 self._kernel_bytes -= len(piece)
             else:
                 self.buffered_bytes -= len(piece)
-            if segment.left_bytes == 0:
+            if segment.offset == len(segment.view):
                 self._segments.popleft()
                 if not self._verify(segment):
                     return None

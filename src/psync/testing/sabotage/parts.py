@@ -125,8 +125,11 @@ class SabotagedParts(Parts):
 
     def of_backup(self) -> SabotagedParts:
         """Return those of a backup in the same process."""
+        failpoints = self.failpoints.of_backup()
+        if failpoints is self.failpoints:
+            return self
         return SabotagedParts(
-            self.failpoints.of_backup(), without=self._without, losses=self._losses,
+            failpoints, without=self._without, losses=self._losses,
             apply_log=self._apply_log,
         )  # fmt: skip
 

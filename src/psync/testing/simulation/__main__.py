@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.serve:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
         answers, sys.stdout = sys.stdout, sys.stderr
-        serve(sys.stdin, answers)
+        serve(sys.stdin, answers, fresh=options.fresh)
         return 0
     if options.mutants:
         return asyncio.run(_mutants(options))
@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="messages and places, too")
     parser.add_argument("--mutants", action="store_true", help="look for each mutant")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--fresh", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from psync.errors import ConnectFailed, PsyncError
 from psync.net.transport import KEEPALIVE_IDLE_S
 from psync.testing.link import Direction, Link, reset_error
-from psync.testing.sabotage import Failpoints, MessageLosses
+from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts
 from psync.testing.simulation.plan import Fault, Trigger
-from psync.testing.simulation.processes import Process
+from psync.testing.simulation.processes import Process, reached
 from psync.worker_task import WorkerTask
 
 if TYPE_CHECKING:
@@ -383,12 +383,7 @@ class Injector:
 
 
 class Places(Failpoints):
-    """Failpoints that tell the world of each place that is reached."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__()
-        self._world = world
-        self._process = name
+    """Failpoints of all processes, which tell the world of each place that is reached."""
 
     def of_backup(self) -> Failpoints:
         """Return these: what a backup reaches that serves, or follows, is reached, too."""
@@ -396,21 +391,26 @@ class Places(Failpoints):
 
     def hit(self, name: str) -> None:
         """The place ``name`` is reached."""
-        self._world.reach("place", name, self._process)
+        reached("place", name)
 
 
 class Losses(MessageLosses):
-    """Asks the world about each request that is about to be served."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__({})
-        self._world = world
-        self._process = name
+    """Asks the world about each request that a process is about to serve."""
 
     def draw(self, kind: str) -> str | None:
         """Return how a request of this kind is lost, or None: it is not."""
-        return self._world.reach("message", kind, self._process)
+        return reached("message", kind)
 
     def slowness(self) -> float:
         """Return by how many seconds a slow request is served later."""
         return 0.3
+
+
+@functools.cache
+def parts_without(safeguards: frozenset[str]) -> SabotagedParts:
+    """Return the parts of all processes, in all runs: new classes take Python long to get used to.
+
+    Args:
+        safeguards: That are switched off.
+    """
+    return SabotagedParts(Places(), without=safeguards, losses=Losses({}))

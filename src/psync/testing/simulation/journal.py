@@ -23,6 +23,7 @@ from psync.client.context import current_closure
 from psync.testing.simulation import oracle
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan
 from psync.testing.simulation.processes import Process, current_process
+from psync.testing.simulation.told import Told
 from psync.testing.simulation.workload.tables import Fault, Look, Table, Values
 from psync.wire.tensors import to_bytes_view
 
@@ -208,6 +209,10 @@ class Run:
             seen = bool((found > 0).all())
             journal.look(seen, f"{table}: of own changes {found.tolist()} is seen", "own")
 
+    def look_for_told(self, table: str, marks: np.ndarray) -> None:
+        """What the program knew when it scheduled the closure is in what the run pulls."""
+        Journal.current().look_for_told(table, marks, self.closure)
+
     def end_round(self, table: str, note: Note) -> None:
         """A push that may have to wait for others was answered."""
         Journal.current().end_round(table, self, note)
@@ -234,11 +239,13 @@ class Closure:
     undone: bool = False  # named by a rollback
     settled: bool = False  # a join without an error has returned since then
     runs: list[Run] = field(default_factory=list)
+    told: Mapping[str, int] = field(default_factory=dict)  # when it was scheduled, see ``Told``
 
     def ended(self, state: str, outcomes: Sequence[str] = ()) -> None:
         """Note what the program was told."""
         if _is_heard():
             self.state, self.outcomes = state, tuple(outcomes)
+            Journal.current().hear(self)
             Journal.current().say("ended", f"{self.number} {state}")
 
 
@@ -314,6 +321,7 @@ class Journal:
         self.shard_raised = False  # in this life: steps may be cancelled at any moment since then
         self.undone: set[tuple[int, int]] = set()  # by rollbacks: lives, and ids of closures
         self.is_calm = True  # nothing has gone wrong yet
+        self.told = Told()  # in this life
         self.rounds = Rounds(plan)
         self.holdings = Holdings()
         # By the updates of a ps: identities of those that have arrived, and are not judged.
@@ -384,6 +392,7 @@ class Journal:
         self.partial = 0
         self.lives += 1
         self.is_rolled_back, self.shard_raised, self.gangs = False, False, 0
+        self.told = Told()
         self.moved.clear()
         self.baseline = self.marks(values)
         if attached:
@@ -418,7 +427,8 @@ class Journal:
 
     def schedule(self, plan: ClosurePlan) -> Closure:
         """Note a closure that is about to be scheduled."""
-        closure = Closure(len(self.closures), plan, self.lives)
+        told = self.told.so_far()
+        closure = Closure(len(self.closures), plan, self.lives, told=told)
         self.closures.append(closure)
         return closure
 
@@ -431,6 +441,18 @@ class Journal:
             self.say("run", number)
             self.closures[number].runs.append(run)
         return run
+
+    def hear(self, closure: Closure) -> None:
+        """The program was told what became of a closure."""
+        if closure.life == self.lives:
+            for call, outcome in zip(closure.plan.calls, closure.outcomes, strict=False):
+                self.told.hear(call.kind, call.column, outcome)
+
+    def look_for_told(self, table: str, marks: np.ndarray, number: int) -> None:
+        """A closure has pulled marks: what the program knew when it scheduled it is there."""
+        closure = self.closures[number]
+        if closure.life == self.lives and table in closure.told and not self.is_rolled_back:
+            self.told.look(table, marks, closure.told[table], number)
 
     def end_round(self, table: str, run: Run, note: Note) -> None:
         """A push that may have to wait for others was answered."""
@@ -548,3 +570,5 @@ class Journal:
             self.find(table.check(look))
         self.find(oracle.faults_of_steps(look))
         self.find(self.own.check(look, own))
+        if not self.is_rolled_back:
+            self.find(self.told.faults(asyncio.get_running_loop().time() - LOOKED_AFTER_S))

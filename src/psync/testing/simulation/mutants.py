@@ -19,6 +19,7 @@ from typing import Any
 from psync.accumulators import Accumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
+from psync.backups.primary import BackupSender
 from psync.checkpoints import files
 from psync.chief import declarations, gangs, links
 from psync.chief.declarations import Creation
@@ -39,7 +40,6 @@ from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
-from psync.ps.executor import Executor
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
@@ -93,7 +93,7 @@ MUTANTS: Mapping[str, Mutant] = {
     **_switched("replica_ack", "an answer waits for the backup", "replica"),
     "ack_early": Mutant(
         "what is on its way to the backup does not count as taken", ("replica",),
-        ((Executor, "submit", wrong.released_as_shipped),),
+        ((BackupSender, "ship", wrong.released_as_shipped),),
     ),
     "one_too_few": Mutant(
         "a step is closed with as many pushes as it needs", ("sync",),

@@ -112,6 +112,10 @@ class Process:
         self._tasks = [task for task in self._tasks if not task.done()]
         self._forgets_at = max(64, 2 * len(self._tasks))
 
+    def reach(self, kind: str, name: str) -> str | None:
+        """It serves a message or reaches a place; return how the message is lost."""
+        return self._loop.on_reach(kind, name, self.name)
+
     def pending(self) -> list[str]:
         """Return what of its own it has not ended; what faults let it do does not count."""
         names = [task.get_coro().__qualname__ for task in self._tasks if not task.done()]  # type: ignore[union-attr]
@@ -124,6 +128,12 @@ class Process:
                 with contextlib.suppress(BaseException):
                     task.get_coro().close()
         self._tasks.clear()
+
+
+def reached(kind: str, name: str) -> str | None:
+    """The present process serves a message or reaches a place; return how the message is lost."""
+    process = current_process.get()
+    return None if process is None else process.reach(kind, name)
 
 
 class _Task(asyncio.Task[Any]):
@@ -157,6 +167,7 @@ class ProcessLoop(VirtualClockLoop):
         self.turns = 0  # callbacks that had their turn
         self.due = math.inf  # turns after which ``on_due`` is told; processes have their own
         self.on_due: Callable[[Process], None] = lambda process: None
+        self.on_reach: Callable[[str, str, str], str | None] = lambda *_: None  # see ``reached``
         self.on_turn: Callable[[str, str], None] | None = None  # told of each of them
         self.on_threads: Callable[[], None] | None = None  # told when several compute at once
         self._computing = 0  # functions that were given to threads of a task's own
@@ -275,10 +286,7 @@ class _Nothing(asyncio.Handle):
     """The turn of one that has none: it counts as cancelled."""
 
     def __init__(self) -> None:
-        pass
-
-    def cancelled(self) -> bool:
-        return True
+        self._cancelled = True
 
 
 _NOTHING = _Nothing()

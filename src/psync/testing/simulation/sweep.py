@@ -15,8 +15,10 @@ import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,14 +87,37 @@ class Job:
         return " ".join(("python -m psync.testing.simulation", *filter(None, words)))
 
 
-def serve(jobs: IO[str], answers: IO[str]) -> None:
-    """Be a child: run what comes, and answer."""
+def serve(jobs: IO[str], answers: IO[str], *, fresh: bool = False) -> None:
+    """Be a child: run what comes, and answer.
+
+    Args:
+        jobs: A line of JSON each.
+        answers: Gets a line for each job.
+        fresh: Whether each job runs in a process that has run no other one: a fork of this one,
+            which takes some milliseconds. Importing everything takes longer than a run.
+    """
     gc.freeze()  # modules need not be looked at after each run
     for line in jobs:
-        made = json.loads(line)
-        job = Job(**{**made, "without": tuple(made["without"])})
-        answers.write(json.dumps(job.run().as_dict()) + "\n")
-        answers.flush()
+        if not fresh:
+            _serve(line, answers)
+        elif pid := os.fork():
+            _, status = os.waitpid(pid, 0)
+            if status:
+                sys.exit(f"the process of a run has ended with status {status}")
+        else:
+            try:
+                _serve(line, answers)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+
+
+def _serve(line: str, answers: IO[str]) -> None:
+    made = json.loads(line)
+    job = Job(**{**made, "without": tuple(made["without"])})
+    answers.write(json.dumps(job.run().as_dict()) + "\n")
+    answers.flush()
 
 
 class Child:
@@ -100,10 +125,12 @@ class Child:
 
     Args:
         hash_seed: Its PYTHONHASHSEED.
+        fresh: Whether each job has a fresh process.
     """
 
-    def __init__(self, hash_seed: int) -> None:
+    def __init__(self, hash_seed: int, *, fresh: bool = False) -> None:
         self._hash_seed = hash_seed
+        self._fresh = fresh
         self._process: asyncio.subprocess.Process | None = None
         self._ran: list[int] = []
 
@@ -114,7 +141,8 @@ class Child:
         if self._process is None:
             await self._start()
         before = self._ran.copy()
-        self._ran.append(job.seed)
+        if not self._fresh:
+            self._ran.append(job.seed)
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -123,7 +151,7 @@ class Child:
         try:
             line = await asyncio.wait_for(process.stdout.readline(), SEED_LIMIT_S)
         except TimeoutError:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             await self.close()
             return Report(job.seed, "hangs", f"hangs: no end within {SEED_LIMIT_S:g} real seconds")
         if not line:
@@ -139,8 +167,9 @@ class Child:
             "OPENBLAS_NUM_THREADS": "1",  # its threads would only wait for each other
         }
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "psync.testing.simulation", "--serve",
+            sys.executable, "-m", "psync.testing.simulation", "--serve", *["--fresh"] * self._fresh,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, limit=ANSWER_LIMIT,
+            start_new_session=True,  # a group with those that run jobs for it
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -164,7 +193,7 @@ async def run_all(
         jobs: What to run.
         num_children: How many run at once.
         hash_seed: PYTHONHASHSEED of the first process; the next ones have the next numbers.
-        fresh: Whether each job has a process of its own.
+        fresh: Whether each job has a fresh process.
     """
     jobs = list(jobs)
     loop = asyncio.get_running_loop()
@@ -177,10 +206,8 @@ async def run_all(
                 reports[number].set_result(await child.run(jobs[number]))
             except Exception as exc:
                 reports[number].set_exception(exc)
-            if fresh:
-                await child.close()
 
-    children = [Child(hash_seed + number) for number in range(num_children)]
+    children = [Child(hash_seed + number, fresh=fresh) for number in range(num_children)]
     workers = [asyncio.create_task(work(child)) for child in children]
     try:
         for job, report in zip(jobs, reports, strict=True):

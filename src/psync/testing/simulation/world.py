@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import msgpack
+
 import psync
 from psync.checkpoints.files import current_disk
 from psync.errors import ConnectFailed, ParameterServerLost
@@ -26,10 +28,9 @@ from psync.net.platform import Platform, entropy
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
-from psync.testing.sabotage import SabotagedParts
 from psync.testing.simulation import oracle
 from psync.testing.simulation.disk import SimulatedDisk
-from psync.testing.simulation.injection import Injector, Losses, Places
+from psync.testing.simulation.injection import Injector, parts_without
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import Process, ProcessLoop, current_process
@@ -95,6 +96,7 @@ class World:
         self.disk = SimulatedDisk(functools.partial(self.reach, "file"), self.stream("disk"))
         self.network.trace_deliveries(self._note_delivery)
         loop.set_exception_handler(self._note_unhandled)
+        loop.on_reach = self.reach
         self.journal.listener = self._note_saying
         loop.on_threads = lambda: self.journal.say("mark", "several threads compute at once")
 
@@ -325,9 +327,7 @@ class World:
             self.network.host(name),
             SECRET,
             limits=Limits(**self.plan.limits),
-            parts=SabotagedParts(
-                Places(self, name), without=self.without, losses=Losses(self, name)
-            ),
+            parts=parts_without(self.without),
             random_bytes=draw.randbytes,
             uniform=draw.random,
             new_incarnation=self._new_incarnation,
@@ -411,7 +411,7 @@ class World:
 
         Two runs with other draws in between differ in the turns of the loop, or in the last draw.
         """
-        return f"{zlib.crc32(repr((self.trace, self.loop.last_draw())).encode()):08x}"
+        return f"{zlib.crc32(msgpack.encode((self.trace, self.loop.last_draw()))):08x}"
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:

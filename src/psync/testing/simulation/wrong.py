@@ -16,6 +16,7 @@ import numpy as np
 
 from psync.accumulators import Accumulator
 from psync.backups.host import _Backup
+from psync.backups.primary import BackupSender
 from psync.client.context import Runtime
 from psync.client.plan import Landing, Plan
 from psync.client.sync import PulledAhead
@@ -26,11 +27,10 @@ from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute, Computes
-from psync.ps.executor import Executor
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
-from psync.store.commit_log import chained
+from psync.store.commit_log import LogState, chained
 from psync.store.ledger import Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
@@ -51,12 +51,14 @@ Make = Callable[[Callable[..., Any]], Any]
 
 
 def released_as_shipped(original: Callable[..., Any]) -> Any:
-    def submit(self: Executor, *entry: Any, **how: Any) -> None:
-        original(self, *entry, **how)
-        self.log.released = max(self.log.released, self.log.shipped)
-        self.advance()
+    def ship(self: BackupSender) -> None:
+        original(self)
+        executor = self._service.executor
+        if executor.log.state is LogState.PAIRED:
+            executor.log.released = max(executor.log.released, executor.log.shipped)
+            executor.advance()
 
-    return submit
+    return ship
 
 
 def one_too_few(original: Callable[..., int]) -> Any:

@@ -178,9 +178,12 @@ class Table:
 
     def note_pull(self, values: Mapping[str, np.ndarray], run: Run) -> None:
         """A run of a closure has pulled these values."""
-        columns = [column for name, column in run.changed if name == self.name]
-        if columns and self.applies_at_once:
-            run.look_for_own(self.name, self.marks(values)[:, columns])
+        if self.applies_at_once:
+            marks = self.marks(values)
+            run.look_for_own(
+                self.name, marks[:, [column for name, column in run.changed if name == self.name]]
+            )
+            run.look_for_told(self.name, marks)
 
     def wrong(self, seen: Seen) -> str:
         """Return the oracle by which the marks of a call are wrong, or ""."""
