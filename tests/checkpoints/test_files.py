@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -565,14 +563,6 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_snapshots(tmp_path_factory.mktemp("run"), also=True)
 
 
-@contextlib.contextmanager
-def flipped(path: Path, at: int, bit: int) -> Iterator[None]:
-    whole = path.read_bytes()
-    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
-    yield
-    path.write_bytes(whole)
-
-
 def everything_in(path: Path) -> str:
     """What a restore and a rollback take from a checkpoint, or the error that they raise."""
     try:
@@ -609,25 +599,14 @@ class TestDamageOfSnapshots:
         self, snapshots: Path, file: int, at: int, bit: int
     ) -> None:
         before, path = everything_in(snapshots), sorted(snapshots.iterdir())[file]
-        with flipped(path, at % path.stat().st_size, bit):
-            after = everything_in(snapshots)
+        whole = path.read_bytes()
+        at %= len(whole)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        after = everything_in(snapshots)
+        path.write_bytes(whole)
         if path.suffix == ".safetensors" and after == before:
             return  # in a header, which the manifest repeats
         assert path.name in after
-
-    def test_a_flipped_bit_in_the_state_is_found(self, tmp_path: Path) -> None:
-        path = save_snapshots(tmp_path)
-        data = bytearray((path / "ps-1.json").read_bytes())
-        data[-3] ^= 1
-        (path / "ps-1.json").write_bytes(data)
-        with pytest.raises(CheckpointCorrupt, match=r"ps-1\.json: expected checksum"):
-            stored_snapshots(path)
-
-    def test_a_missing_file_is_found(self, tmp_path: Path) -> None:
-        path = save_snapshots(tmp_path)
-        (path / "ps-0.safetensors").unlink()
-        with pytest.raises(CheckpointCorrupt, match=r"ps-0\.safetensors: .* it is not there"):
-            stored_snapshots(path)
 
     def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:
         path = save_snapshots(tmp_path, drop=1)

@@ -678,7 +678,7 @@ class ClusterRecovery:
             pieces = read_pieces(snapshot.file, first, nbytes, what, crc32)
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 fill = messages.FillSnapshot(link.index, self._loads, item, start)
-                await self._send(link, fill, piece.tobytes())
+                await self._send(link, fill, bytes(piece))
                 start += piece.size
 
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:

@@ -932,16 +932,17 @@ class CheckpointManager:
             )
         finally:
             self._under_way -= 1
-        in_use = None
+        needed: list[Path | None] = [path]
         if coordinator is not None:
             coordinator.recovery.saved(path, snapshots)
-            # Not after an await: a rollback that begins from now on uses ``path``, which stays.
-            in_use = coordinator.recovery.checkpoints.in_use
+            # Not after an await: a rollback that begins from now on uses those of ``paths``.
+            checkpoints = coordinator.recovery.checkpoints
+            needed = [checkpoints.in_use, *checkpoints.paths[-(self._max_to_keep or 1) :]]
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
-                if not stays and old not in (path, in_use):
+                if not stays and old not in needed:
                     await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
