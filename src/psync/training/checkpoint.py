@@ -829,10 +829,10 @@ class Checkpoint:
 class CheckpointManager:
     """The numbered checkpoints of one program in one directory, with old ones removed.
 
-    When a ps is lost, the program rolls back to the newest checkpoint; see ``ClusterCoordinator``.
-    That is the last one it saved. Before the first save, it is the one that
-    ``restore_or_initialize`` found, if the program and the number of ps tasks and shards are the
-    same. With several managers, the one that saved or restored last is used.
+    When a ps is lost, the program rolls back to the newest checkpoint, or to the one before if a
+    file of it is damaged; see ``ClusterCoordinator``. The newest is the last one it saved. Before
+    the first save, it is the one that ``restore_or_initialize`` found, if the program and the
+    number of ps tasks and shards are the same. With several managers, the checkpoints of all count.
 
     While a coordinator is running, this process owns the directory, from the time the manager is
     created, or first used, under the coordinator. A manager of another program then raises an error
@@ -979,7 +979,8 @@ class CheckpointManager:
             Its path, or None.
 
         Raises:
-            CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``.
+            CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``. A damaged
+                checkpoint is not passed over: move its directory away to restore the one before.
             ConfigurationError: Another program uses the directory.
 
         Cancellation: See ``Checkpoint.restore``.

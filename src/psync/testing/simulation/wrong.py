@@ -125,7 +125,7 @@ def remembers_one(original: Callable[..., Any]) -> Any:
 
 def only_this_time(original: Callable[..., Any]) -> Any:
     def pass_over(self: NewestCheckpoints, error: Any) -> None:
-        passed_over = self.in_use
+        passed_over = self.paths[-1]
         original(self, error)
 
         def use_again() -> None:
