@@ -374,6 +374,10 @@ class CheckpointNotFound(CheckpointError, LookupError):
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint is damaged; nothing was restored from it."""
 
+    def __init__(self, message: str = "") -> None:
+        hint = "restore an older checkpoint; this one was changed or damaged after saving"
+        super().__init__(message, hint=hint)
+
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint does not fit the declared variables; the message lists the names."""

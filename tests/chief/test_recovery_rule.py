@@ -26,9 +26,11 @@ def away(ps: int) -> ParameterServerLost:
 
 
 @coroutine
-def takes_time() -> Generator[None, Exception | None, None]:
-    if (error := (yield)) is not None:
-        raise error
+def takes_time() -> Generator[None, Exception | bool, bool]:
+    result = yield
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 class Cluster:
@@ -58,9 +60,9 @@ class Cluster:
     def abandon(self) -> None:
         self.recovery = None
 
-    def _send(self, error: Exception | None) -> None:
+    def _send(self, result: Exception | bool | None) -> None:
         try:
-            self.recovery.send(error)
+            self.recovery.send(result)
         except StopIteration:
             self.recovery = None
 
@@ -72,10 +74,11 @@ class Cluster:
         self.rule.lost(ps, away(ps))
         return self.news()
 
-    def done(self) -> list[Action]:
-        return self.fail(None)
+    def done(self, result: bool = True) -> list[Action]:
+        self._send(result)
+        return self.news()
 
-    def fail(self, error: Exception | None) -> list[Action]:
+    def fail(self, error: Exception) -> list[Action]:
         self._send(error)
         return self.news()
 
@@ -191,15 +194,24 @@ def test_a_loss_on_the_way_begins_it_again(done: int) -> None:
     assert [cluster.done() for _ in range(4)][-2:] == [[("rolled_back", (0, 1)), ADOPT], [RESUME]]
 
 
+def test_a_damaged_checkpoint_is_passed_over() -> None:
+    cluster = Cluster(None)
+    cluster.lose(0)
+    assert [cluster.done(), cluster.done(), cluster.done(False)] == [[ATTACH], [RESTORE], [READ]]
+    assert [cluster.done(), cluster.done()] == [[RESTORE], [("rolled_back", (0,)), ADOPT]]
+
+
 def test_what_no_checkpoint_can_bring_back_is_the_end_of_all_ps_tasks() -> None:
     cluster = Cluster(None, None)
     cluster.lose(1)
-    ((end, error, all_lost, _),) = cluster.fail(CheckpointError("there is no checkpoint yet"))
+    cause = CheckpointError("there is no checkpoint yet", hint="save one")
+    ((end, error, all_lost, _),) = cluster.fail(cause)
     assert end == "end"
     assert all_lost
     assert str(error).startswith(
         "/job:ps/task:1 was lost, and the rollback to a checkpoint failed: there is no checkpoint"
     )
+    assert error.hint == "save one"
     assert cluster.rule.gone is error
 
 
@@ -371,6 +383,13 @@ class RecoveryMachine(RuleBasedStateMachine):
         elif step == ADOPT and not self.since_attach:
             self.lost.clear()
         self.perform(self.cluster.done())
+
+    @precondition(lambda self: getattr(self, "step", None) == RESTORE)
+    @rule()
+    def is_damaged(self) -> None:
+        self.step = None
+        self.perform(self.cluster.done(False))
+        assert self.step == READ
 
     @precondition(lambda self: getattr(self, "step", None) is not None)
     @rule(error=st.sampled_from([away(0), ConnectionLost("once"), CheckpointError("none")]))

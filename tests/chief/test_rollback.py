@@ -172,6 +172,54 @@ async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(tmp_path: Path) ->
         assert int(await variables[1].read()) == 2
 
 
+def flip(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.promise("failures.ps-with-damaged-checkpoint")
+@pytest.mark.parametrize("streams", [False, True], ids=["ps tasks read", "the chief sends"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+@pytest.mark.parametrize(
+    "name",
+    ["COMMIT", "manifest.json", "ps-00001-of-00002.json", "ps-00001-of-00002.safetensors"],
+)
+async def test_a_damaged_checkpoint_is_passed_over_and_named(
+    name: str, damage: Any, streams: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if streams:
+        monkeypatch.setenv("PSYNC_CHECKPOINT_STREAM", "1")
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
+        manager = psync.CheckpointManager(checkpoint, tmp_path)
+        undone = []
+        for count in (3, 2):
+            undone = await run(coordinator, count, *variables)
+            path = await manager.save()
+        undone += await run(coordinator, 1, *variables)
+        whole = (path / name).read_bytes()
+        damage(path / name)
+        await lose(cluster, "ps-0")
+        event = await anext(coordinator.events())
+        assert event.closures == tuple(value.closure_id for value in undone)
+        assert np.array_equal(await variables[0].read(), np.full((2, 3), 3))
+        (said,) = [each.message for each in caplog.records if each.levelname == "ERROR"]
+        assert said.startswith("rollback passes over ckpt-00000002: ")
+        assert name in said
+        # It can be read again, but what it has was undone. The other one is damaged now.
+        (path / name).write_bytes(whole)
+        flip(manager.checkpoints[0] / "manifest.json")
+        await lose(cluster, "ps-1")
+        with pytest.raises(ParameterServerLost, match="rollback to a checkpoint failed") as caught:
+            await run(coordinator, 1, *variables)
+        assert f"{path}" in caught.value.message
+        assert f"{manager.checkpoints[0]}" in caught.value.message
+        hints = {"restore an older checkpoint", "psync.latest_checkpoint(directory)"}
+        assert any(str(caught.value.hint).startswith(each) for each in hints)
+
+
 async def test_variables_that_the_snapshot_does_not_have_cannot_be_brought_back(
     tmp_path: Path,
 ) -> None:
@@ -183,7 +231,7 @@ async def test_variables_that_the_snapshot_does_not_have_cannot_be_brought_back(
             late = psync.Variable(np.zeros(3), name="late")
         await late.read()
         await lose(cluster, "ps-1")
-        with pytest.raises(ParameterServerLost, match="created after the newest checkpoint"):
+        with pytest.raises(ParameterServerLost, match="created after it was saved"):
             await run(coordinator, 1, *variables)
 
 

@@ -16,7 +16,7 @@ import pytest
 import psync
 from local_training import at_once, training
 from psync.api.cluster_coordinator import coordinator_of
-from psync.checkpoints.files import remove
+from psync.checkpoints.files import NewestCheckpoints
 from psync.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.virtual_time
@@ -97,17 +97,11 @@ def test_how_many_are_kept_is_a_whole_number(name: str, tmp_path: Path) -> None:
     psync.CheckpointManager(checkpoint, tmp_path, **{name: np.int64(2)})
 
 
-def source_of(strategy: psync.ParameterServerStrategy) -> Any:
-    """Where a lost ps would be recovered from."""
+def newest_of(strategy: psync.ParameterServerStrategy) -> NewestCheckpoints:
+    """The checkpoints to which ps tasks would roll back."""
     coordinator = coordinator_of(strategy._origin)
     assert coordinator is not None
-    return coordinator.recovery.source
-
-
-def handed(strategy: psync.ParameterServerStrategy) -> Path | None:
-    """The checkpoint of which snapshots would be taken."""
-    snapshots = source_of(strategy)()
-    return None if snapshots is None else snapshots[0].file.parent
+    return coordinator.recovery.checkpoints
 
 
 class TestRecovery:
@@ -117,14 +111,10 @@ class TestRecovery:
                 w = psync.Variable(np.zeros(1), name="w")
             checkpoint = psync.Checkpoint(w=w)
             manager = psync.CheckpointManager(checkpoint, tmp_path / "run")
-            assert source_of(strategy) is None
             await checkpoint.save(tmp_path / "elsewhere")  # which nobody keeps
-            assert source_of(strategy) is None
-            for _ in range(2):
-                path = await manager.save()
-                assert handed(strategy) == path
-            first, second = (snapshot.state for snapshot in source_of(strategy)())
-            assert [shard.variable for shard in (*first.shards, *second.shards)] == ["w"]
+            assert not newest_of(strategy)
+            paths = [await manager.save() for _ in range(3)]
+            assert newest_of(strategy).paths == paths[1:]
 
     async def test_of_several_managers_the_one_that_saved_last_is_asked(
         self, tmp_path: Path
@@ -137,12 +127,10 @@ class TestRecovery:
                 psync.CheckpointManager(checkpoint, tmp_path / name) for name in ("often", "best")
             )
             await best.save()
-            path = await often.save()
-            assert handed(strategy) == path
-            path = await best.save()
+            paths = [await often.save(), await best.save()]
             del often, best  # the files are there, whoever has written them
             gc.collect()
-            assert handed(strategy) == path
+            assert newest_of(strategy).paths == paths
 
     async def test_what_was_restored_is_gone_back_to_until_something_is_saved(
         self, tmp_path: Path
@@ -154,14 +142,10 @@ class TestRecovery:
                     w = psync.Variable(np.zeros(2), name="w")
                 manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
                 await manager.restore_or_initialize()
-                assert (source_of(strategy) is None) == (paths == [])
-                if paths:
-                    assert handed(strategy) == paths[0]
+                assert newest_of(strategy).paths == paths
                 paths.append(await manager.save())
-                assert handed(strategy) == paths[-1]
-                remove(paths[-1])
-                assert handed(strategy) == (paths[0] if len(paths) > 1 else None)
-                paths[:] = [await manager.save()]
+                assert newest_of(strategy).paths == paths
+                paths[:] = paths[-1:]
 
     @pytest.mark.parametrize(
         ("num_ps", "num_shards", "rate", "reason"),
@@ -196,11 +180,11 @@ class TestRecovery:
                 with caplog.at_level(logging.INFO, "psync.training.checkpoint"):
                     found = await manager.restore_or_initialize()
                 if found is not None:
-                    assert source_of(strategy) is None
+                    assert not newest_of(strategy)
                     assert reason in caplog.text
                 await sgd.apply_gradients([(np.ones(6), w)])
                 await manager.save()
-                assert source_of(strategy) is not None
+                assert newest_of(strategy)
 
     async def test_what_is_being_gone_back_to_is_not_removed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,18 +195,19 @@ class TestRecovery:
             checkpoint = psync.Checkpoint(w=w)
             manager = psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
             first = await manager.save()
-            source = source_of(strategy)
+            newest = newest_of(strategy)
             written = checkpoint._saved
 
             async def recovery_begins(*arguments: Any) -> Any:
                 saved = await written(*arguments)  # the cut was taken before the ps was lost
-                assert source()[0].file.parent == first
+                assert newest.use_newest() == first
                 return saved
 
             with monkeypatch.context() as patched:
                 patched.setattr(checkpoint, "_saved", recovery_begins)
                 second = await manager.save()
             assert manager.checkpoints == [first, second]
+            newest.in_use = None
             third = await manager.save()
             assert manager.checkpoints == [third]
 

@@ -15,7 +15,7 @@ import psync
 from local_training import in_step, training
 from psync import optimizers, schedules
 from psync.checkpoints.manifest import commit_line
-from psync.errors import CheckpointCorrupt, CheckpointMismatch
+from psync.errors import CheckpointMismatch
 from psync.training.trainer import FitState, History
 
 pytestmark = pytest.mark.virtual_time
@@ -126,25 +126,6 @@ async def test_training_goes_on_with_the_same_next_value_of_everything(
         assert_same(await program.contents(), before)
         await program.train(coordinator, 2)
         assert_same(await program.contents(), after, exactly="norms" not in name)
-
-
-@pytest.mark.promise("checkpoints.damage-changes-nothing")
-@pytest.mark.parametrize("saved", ["adam"], indirect=True)
-async def test_of_a_damaged_checkpoint_nothing_is_restored(saved: tuple[Path, Any, Any]) -> None:
-    path, _, _ = saved
-    files = sorted(path.glob("*.safetensors"))
-    assert len(files) == 2  # of both ps tasks
-    async with training(1, 1) as (strategy, coordinator):
-        program = Program(strategy, OPTIMIZERS["adam"])
-        await program.train(coordinator, 1)
-        before = await program.contents()
-        for file in files:
-            whole = file.read_bytes()
-            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-            with pytest.raises(CheckpointCorrupt, match=f"{file.name}: .* expected checksum"):
-                await program.checkpoint.restore(path)
-            file.write_bytes(whole)
-            assert_same(await program.contents(), before)
 
 
 async def test_where_a_learning_rate_is_not_known_nothing_is_restored(

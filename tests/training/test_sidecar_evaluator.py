@@ -207,7 +207,7 @@ class TestTrouble:
             assert brief(await running) == [(2, 2.0)]
         (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         assert warning.startswith("ckpt-00000001 is skipped: ")
-        assert "the manifest is not the one that was committed" in warning
+        assert "manifest.json: not the one that was committed" in warning
 
     async def test_damage_to_the_last_one_is_no_reason_to_wait(self, tmp_path: Path) -> None:
         async with saving(tmp_path) as save:

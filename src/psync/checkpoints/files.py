@@ -468,10 +468,16 @@ def read_pieces(
             crc, left = zlib.crc32(buffer[:count].data, crc), left - count
             yield buffer[:count]
     if left or (whole and crc != crc32):
-        raise CheckpointCorrupt(
-            f"{path}: {what}: expected checksum {crc32:08x}, got {crc:08x}",
-            hint="restore an older checkpoint; this one was changed or damaged after saving",
-        )
+        raise CheckpointCorrupt(f"{path}: {what}: expected checksum {crc32:08x}, got {crc:08x}")
+
+
+def _read_whole(path: Path, limit: int) -> bytes:
+    """As ``read_bounded``, of a file that a checkpoint must have."""
+    with disk_errors(f"reading {path}"):
+        try:
+            return read_bounded(path, limit)
+        except FileNotFoundError:
+            raise CheckpointCorrupt(f"{path}: it is not there") from None
 
 
 class Reader:
@@ -491,21 +497,20 @@ class Reader:
         self._checked: set[Slice] = set()
         with disk_errors(f"reading {path}"):
             if not is_complete(path):
+                unfinished = ", or one that was never completed: COMMIT is not there"
                 raise CheckpointNotFound(
-                    f"{path}: no checkpoint here"
-                    + (", or one that was never completed" if path.is_dir() else ""),
+                    f"{path}: no checkpoint here" + (unfinished if path.is_dir() else ""),
                     hint="psync.latest_checkpoint(directory) returns the newest one",
                 )
-            commit = read_bounded(path / COMMIT, 64)
-            data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
+            commit = _read_whole(path / COMMIT, 64)
+            data = _read_whole(path / MANIFEST, MAX_MANIFEST_BYTES)
             self.manifest = read_manifest(data, commit, str(path))
             for name, size in self.manifest.files.items():
                 found = _size_of(path / name)
                 if found != size:
                     raise CheckpointCorrupt(
                         f"{path / name}: expected {size} bytes, "
-                        + ("it is not there" if found is None else f"got {found}"),
-                        hint="restore an older checkpoint",
+                        + ("it is not there" if found is None else f"got {found}")
                     )
 
     def check(self, tensor: Tensor) -> None:
@@ -565,12 +570,10 @@ class Reader:
     def _stored(self, snapshot: Snapshot) -> StoredSnapshot:
         path = self.path.absolute()
         where = path / snapshot.state
-        with disk_errors(f"reading {where}"):
-            data = read_bounded(where, self.manifest.files[snapshot.state])
+        data = _read_whole(where, self.manifest.files[snapshot.state])
         if zlib.crc32(data) != snapshot.crc32:
             raise CheckpointCorrupt(
-                f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(data):08x}",
-                hint="use another checkpoint; this one was changed or damaged",
+                f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(data):08x}"
             )
         state = SnapshotState.from_bytes(data, str(where))
         needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
@@ -761,32 +764,46 @@ def why_not(
 
 
 @dataclass(eq=False)
-class SavedSnapshots:
-    """The checkpoints that one program has saved, or begun with: what ps tasks go back to.
+class NewestCheckpoints:
+    """The last two checkpoints that a coordinator's program has saved or begun with.
+
+    ps tasks roll back to the newest one. If any file of it is damaged it is passed over, and they
+    roll back to the one before; not to older ones, since closures are remembered for two (see
+    ``EndedClosures``). One that was passed over is never used again, even if it can be read later:
+    what it has was undone.
 
     Attributes:
-        origin: Token of the strategy whose checkpoints they are.
-        handed: The checkpoint of which it gave them last; None is set by who wants to see the next.
+        in_use: Where ps tasks are rolling back to, which must not be removed; None: nowhere.
+        paths: Those that may be used, the newest at the end.
     """
 
-    origin: str
-    handed: Path | None = None
-    _paths: list[Path] = field(default_factory=list)  # the newest at the end
+    in_use: Path | None = None
+    paths: list[Path] = field(default_factory=list)
+    _passed_over: list[CheckpointError] = field(default_factory=list)  # since one was added
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
 
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""
-        self._paths.append(path)
+        self.paths = [*[each for each in self.paths if each != path][-1:], path]
+        self._passed_over = []
 
-    def __call__(self) -> list[StoredSnapshot] | None:
-        """Return the snapshots of the newest one that can be read; None: there is none."""
-        for path in reversed(self._paths):
-            try:
-                snapshots = stored_snapshots(path)
-            except CheckpointNotFound:  # removed meanwhile
-                continue
-            except CheckpointError as exc:
-                logger.warning("cannot roll back to %s: %s", path.name, exc)
-                continue
-            self.handed = path
-            return snapshots
-        return None
+    def use_newest(self) -> Path:
+        """Return the newest one that was not passed over.
+
+        Raises:
+            CheckpointError: There is none left; says why of each.
+        """
+        if not self.paths:
+            reasons = "; ".join(each.message for each in self._passed_over)
+            raise CheckpointError(reasons, hint=self._passed_over[0].hint)
+        self.in_use = self.paths[-1]
+        return self.in_use
+
+    def pass_over(self, error: CheckpointError) -> None:
+        """Never use again the one that is in use."""
+        assert self.in_use is not None, "it was to be used"
+        logger.error("rollback passes over %s: %s", self.in_use.name, error.message)
+        self.paths = [each for each in self.paths if each != self.in_use]
+        self._passed_over.append(error)

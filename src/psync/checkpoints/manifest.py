@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from psync.errors import CheckpointCorrupt, CheckpointError, PartitionError
 from psync.schedules import Config
-from psync.specs import count_of, dtype_of
+from psync.specs import count_of, dtype_of, shortened
 from psync.store.push_counts import PushCount, total_of
 from psync.store.shards import Key
 from psync.store.snapshot_state import SnapshotState
@@ -186,11 +187,15 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
         CheckpointCorrupt: It is none, or is not the one that was committed.
         CheckpointError: It is of a newer version.
     """
-    if commit != commit_line(data):
+    if re.fullmatch(rb"\d+ [0-9a-f]{8}\n", commit) is None:
         raise CheckpointCorrupt(
-            f"{where}: the manifest is not the one that was committed "
-            f"({len(data)} bytes, checksum {zlib.crc32(data):08x})",
-            hint="restore an older checkpoint; this one was changed or damaged after saving",
+            f"{where}/COMMIT: expected size and checksum of the manifest, got {shortened(commit)}"
+        )
+    if commit != commit_line(data):
+        expected, found = (line.decode().strip() for line in (commit, commit_line(data)))
+        raise CheckpointCorrupt(
+            f"{where}/manifest.json: not the one that was committed: expected size and checksum "
+            f"{expected}, as COMMIT says, got {found}; one of these two files is damaged"
         )
     subject = f"{where}: the manifest"
     stored = read_json(data, _Stored, subject, (FORMAT, VERSION))

@@ -18,7 +18,13 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
+from psync.checkpoints.files import (
+    STREAM_VARIABLE,
+    NewestCheckpoints,
+    StoredSnapshot,
+    read_pieces,
+    stored_snapshots,
+)
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation
 from psync.chief.gangs import GangRunner, ScheduledCall
@@ -244,19 +250,6 @@ class Backups:
             peer.close()
 
 
-PIECE_BYTES = 16 << 20
-"""Sent at once where a ps cannot read the file itself."""
-
-Source = Callable[[], Sequence[StoredSnapshot] | None]
-"""Returns the snapshots of the newest checkpoint, one for each ps; None: there is none. Blocks."""
-
-
-def _read(path: Path, start: int, count: int) -> bytes:
-    with disk_errors(f"reading {path}"), open(path, "rb") as file:
-        file.seek(start)
-        return file.read(count)
-
-
 T = TypeVar("T")
 
 _restores: ContextVar[bool] = ContextVar("psync_restores", default=False)
@@ -272,7 +265,7 @@ class ClusterRecovery:
     Attributes:
         rule: Decides.
         backups: Of ps tasks, if they have any.
-        source: Of checkpoints; None: nothing was saved yet. Set by whoever keeps them.
+        checkpoints: To which a rollback may go.
         ended: The closures that a rollback may undo.
     """
 
@@ -290,11 +283,11 @@ class ClusterRecovery:
         self.has_backups = links.options.has_backups
         # A lost ps has to be there again.
         self._wait_s = max(links.options.ps_timeout_s, RESTART_S)
-        self.source: Source | None = None
+        self.checkpoints = NewestCheckpoints()
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(
-            self, links.homes, lambda: self.source is not None,
+            self, links.homes, lambda: bool(self.checkpoints),
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
@@ -309,8 +302,9 @@ class ClusterRecovery:
 
     # Checkpoints.
 
-    def saved(self, snapshots: Sequence[SnapshotState]) -> None:
-        """There is a new checkpoint: what it has cannot be undone any more."""
+    def saved(self, path: Path, snapshots: Sequence[SnapshotState]) -> None:
+        """There is a new checkpoint: a rollback goes to it from now on."""
+        self.checkpoints.add(path)
         self.ended.saved(CutCalls(snapshots), self.queue.open)
 
     def note_ended(
@@ -460,7 +454,7 @@ class ClusterRecovery:
         lines = ["closures are held back: a ps is being recovered"] if self.is_recovering else []
         if self.has_backups:
             lines += self.backups.describe()
-        elif self.source is None and self.creation.repeatable is None:
+        elif not self.checkpoints and self.creation.repeatable is None:
             lines.append(f"{rules.UNSAVED}: a ps that is lost ends the program")
         return lines
 
@@ -484,7 +478,7 @@ class ClusterRecovery:
 
     def will_recover(self, error: ParameterServerLost) -> bool:
         """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
-        if self.source is None or self.rule.state in rules.OVER:
+        if not self.checkpoints or self.rule.state in rules.OVER:
             return False
         if all(link.task != error.task for link in self.links.ps.links):
             return False  # a gang has ended because some ps was lost, which we know
@@ -557,18 +551,27 @@ class ClusterRecovery:
         self.backups.look()
         await self.links.attach_ps(self.links.ps.links[ps])
 
-    async def restore(self) -> None:
+    async def restore(self) -> bool:
         """Step: let every ps prepare its snapshot, then restore it, in a new timeline.
+
+        Returns:
+            False: Nothing was restored. The checkpoint is damaged, and is passed over.
 
         Everything else that talks to ps tasks is paused meanwhile, see ``PsLink.hold``. Fences
         refuse what was sent in the old timeline: every worker bears a new incarnation afterwards.
         """
         self._loads += 1
         ps = self.links.ps
-        await all_of([self._prepare(*each) for each in zip(ps.links, self._snapshots, strict=True)])
+        each_ps = zip(ps.links, self._snapshots, strict=True)
+        try:
+            await all_of([self._prepare(link, snapshot) for link, snapshot in each_ps])
+        except CheckpointError as exc:
+            self.checkpoints.pass_over(exc)
+            return False
         ps.outgoing.timeline += 1  # first: what some of them answer is sent again
         fences = self.links.membership.fences()
         await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
+        return True
 
     async def create(self, lost: Sequence[int]) -> None:
         """Step: let every ps go on alone, then create variables again on those that were lost."""
@@ -587,35 +590,43 @@ class ClusterRecovery:
         await all_of([link.call(message, segments, urgent=True) for link in links])
 
     async def read(self) -> None:
-        """Step: read the newest checkpoint, and how far training was.
+        """Step: read the newest checkpoint that can be used, and how far training was.
 
-        A checkpoint of other variables than there are now is refused.
+        Raises:
+            CheckpointError: None can be used.
         """
         left = [each for each in await self.links.ps_counters(1.0) if each is not None]
         self._from_step = max((each["iterations"] for each in left), default=0)
-        assert self.source is not None, "checked when it began"
-        snapshots = await asyncio.to_thread(self.source)
-        if snapshots is None:
-            raise CheckpointError("there is no checkpoint yet")
+        snapshots = None
+        while snapshots is None:
+            path = self.checkpoints.use_newest()
+            try:
+                snapshots = await asyncio.to_thread(stored_snapshots, path)
+                self._check_fits(path, snapshots)
+            except CheckpointError as exc:
+                self.checkpoints.pass_over(exc)
+                snapshots = None
+        incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
+        self._snapshots = [
+            replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
+            for each in snapshots
+        ]
+
+    def _check_fits(self, path: Path, snapshots: Sequence[StoredSnapshot]) -> None:
+        """Refuse a checkpoint of other ps tasks, or of other variables than there are now."""
         if len(snapshots) != len(self.links.ps.links):
             raise CheckpointError(
-                f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
-                f"{len(self.links.ps.links)}"
+                f"{path}: expected {len(self.links.ps.links)} ps tasks, got {len(snapshots)}"
             )
         kept = {
             (key, spec.variable) for each in snapshots for key, spec in each.state.specs.items()
         }
         if missing := self.creation.created - kept:
             raise CheckpointError(
-                f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
-                "another program than this one",
+                f"{path}: {len(missing)} shards were created after it was saved, or by another "
+                "program than this one",
                 hint="save again after the last variable was declared",
             )
-        incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
-        self._snapshots = [
-            replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
-            for each in snapshots
-        ]
 
     async def attach_all(self) -> None:
         """Step: wait until all ps tasks are there, and serve this coordinator."""
@@ -658,12 +669,13 @@ class ClusterRecovery:
                     "%s cannot read its snapshot (%s): the chief sends it", link.task, exc.message
                 )
         await self._send(link, messages.PrepareSnapshot(self._loads, ""), packed)
-        for item, first, nbytes, _ in snapshot.places:
-            for start in range(0, nbytes, PIECE_BYTES):
-                count = min(PIECE_BYTES, nbytes - start)
-                piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
+        for item, first, nbytes, crc32 in snapshot.places:
+            what, start = str(snapshot.state.items[item]), 0
+            pieces = read_pieces(snapshot.file, first, nbytes, what, crc32)
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 fill = messages.FillSnapshot(link.index, self._loads, item, start)
-                await self._send(link, fill, piece)
+                await self._send(link, fill, bytes(piece))
+                start += piece.size
 
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
         await link.call(message, segments, bulk=True, urgent=True)
@@ -761,6 +773,7 @@ class ClusterRecovery:
         )  # fmt: skip
         logger.info("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)
         self.links.events.emit(event)
+        self.checkpoints.in_use = None
 
     def _seconds(self) -> float:
         """Return since when it recovers."""

@@ -18,6 +18,7 @@ the other; a loss meanwhile is noted, and the step fails.
 | ROLLBACK | a ps is lost | ROLLBACK | go_home; what it was needed for fails |
 | ROLLBACK | read, attach_all is done | ROLLBACK | the next step |
 | ROLLBACK | restore is done | ROLLBACK | rolled_back; adopt |
+| ROLLBACK | restore finds the checkpoint damaged | ROLLBACK | read: the one before; restore |
 | ROLLBACK | adopt is done | RUNNING | resume |
 | ROLLBACK | a step fails since a ps was lost, or one is when all are done | ROLLBACK | read again |
 | ROLLBACK | a step fails otherwise, or 50 in a row do | GONE | end |
@@ -56,7 +57,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from psync.cluster import task_name
-from psync.errors import ConnectionLost, FencedError, ParameterServerLost
+from psync.errors import ConnectionLost, FencedError, ParameterServerLost, PsyncError
 
 if TYPE_CHECKING:
     from psync.chief.recovery import ClusterRecovery
@@ -320,7 +321,8 @@ class RecoveryRule:
         self._lost_since.clear()  # whoever is lost is looked for now
         await hands.attach_all()
         if rolls_back:
-            await hands.restore()
+            while not await hands.restore():
+                await hands.read()
             hands.rolled_back(tuple(self.lost_ps))
         else:
             await hands.create(tuple(self.lost_ps))
@@ -330,10 +332,13 @@ class RecoveryRule:
 
 
 def _no_way_back(task: str, cause: Exception) -> ParameterServerLost:
+    said, hint = str(cause), None
+    if isinstance(cause, PsyncError):
+        said, hint = cause.message, cause.hint
     error = ParameterServerLost(
         task,
-        f"was lost, and the rollback to a checkpoint failed: {cause}",
-        hint="restart the program: it continues from its newest checkpoint",
+        f"was lost, and the rollback to a checkpoint failed: {said}",
+        hint=hint or "restart the program: it continues from its newest checkpoint",
     )
     error.__cause__ = cause
     return error

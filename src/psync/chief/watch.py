@@ -46,8 +46,7 @@ class RollbackEvent:
             some of whose updates are not in the checkpoint. They run again only if the program
             calls ``coordinator.reschedule(event)``. Not included are data shards of
             ``distribute_once``, which are pending again, and closures that had not ended: these run
-            again, and their updates count once. If the two newest checkpoints are damaged, those
-            that had ended before the newer of them was saved are not included either.
+            again, and their updates count once.
         seconds: Seconds from noticing the loss until training continued.
         updates: Number of undone updates of these closures (pushes, assigns, metrics). Updates of
             the program itself since the checkpoint are undone as well, and not counted.

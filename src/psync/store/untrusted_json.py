@@ -89,10 +89,7 @@ def wrong(where: str, what: str, expected: str, got: object) -> CheckpointCorrup
 def _damaged(where: str, what: str, wrong: str, got: object) -> CheckpointCorrupt:
     shown = _repr.repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return CheckpointCorrupt(
-        f"{where}: damaged: {what}: {wrong}, got {shown}",
-        hint="use an older checkpoint; this one was changed or damaged after saving",
-    )
+    return CheckpointCorrupt(f"{where}: damaged: {what}: {wrong}, got {shown}")
 
 
 @dataclasses.dataclass

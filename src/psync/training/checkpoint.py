@@ -16,8 +16,7 @@ when it is told to write, by a file with a random text that the program has put 
 no message, and is right also after a directory was mounted or a ps has moved.
 
 A ps that is brought back reads files by their paths, while the program may go on saving. It reads
-the newest, which is never removed; and what was handed out for recovery during a ``save`` is not
-removed by that ``save``. A checkpoint that vanishes nevertheless costs another try, with the next.
+the newest, which is never removed; and no ``save`` removes one that a rollback is using.
 
 Names are paths: ``Checkpoint(model=dense)`` saves the attribute ``w`` of ``dense`` as "model/w".
 So a variable may be called otherwise in the program that restores it, and lie on other ps tasks.
@@ -522,12 +521,7 @@ def _renamed(contents: Contents, found: Mapping[str, str], reader: files.Reader)
     """
     if not contents.by_variable:
         return {}
-    try:
-        names = _variable_names(reader)
-    except CheckpointError as exc:  # what is asked for may be whole
-        logger.warning("variable names in %s are unknown: %s", reader.path, exc.message)
-        return {}
-    now = {}
+    names, now = _variable_names(reader), {}
     for path, handle in contents.handles.items():
         was = names.get(found.get(path, path), handle.name)
         if was != handle.name:
@@ -835,10 +829,10 @@ class Checkpoint:
 class CheckpointManager:
     """The numbered checkpoints of one program in one directory, with old ones removed.
 
-    When a ps is lost, the program rolls back to the newest checkpoint; see ``ClusterCoordinator``.
-    That is the last one it saved. Before the first save, it is the one that
-    ``restore_or_initialize`` found, if the program and the number of ps tasks and shards are the
-    same. With several managers, the one that saved or restored last is used.
+    When a ps is lost, the program rolls back to the newest checkpoint, or to the one before if a
+    file of it is damaged; see ``ClusterCoordinator``. The newest is the last one it saved. Before
+    the first save, it is the one that ``restore_or_initialize`` found, if the program and the
+    number of ps tasks and shards are the same. With several managers, the checkpoints of all count.
 
     While a coordinator is running, this process owns the directory, from the time the manager is
     created, or first used, under the coordinator. A manager of another program then raises an error
@@ -874,7 +868,6 @@ class CheckpointManager:
         self.directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
-        self._snapshots = files.SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
         for coordinator in _coordinators():
             coordinator.owned.add(own_directory(self.directory))
@@ -932,8 +925,6 @@ class CheckpointManager:
         Cancellation: See ``Checkpoint.save``; old checkpoints may remain.
         """
         await self._own()
-        if not self._under_way:
-            self._snapshots.handed = None
         self._under_way += 1
         try:
             path, coordinator, snapshots = await self._checkpoint._saved(
@@ -941,16 +932,17 @@ class CheckpointManager:
             )
         finally:
             self._under_way -= 1
+        needed: list[Path | None] = [path]
         if coordinator is not None:
-            self._offer(path, coordinator)
-            coordinator.recovery.saved(snapshots)
-        # Not after an await: a recovery that asks from now on is given ``path``, which stays.
-        in_use = self._snapshots.handed
+            coordinator.recovery.saved(path, snapshots)
+            # Not after an await: a rollback that begins from now on uses those of ``paths``.
+            checkpoints = coordinator.recovery.checkpoints
+            needed = [checkpoints.in_use, *checkpoints.paths[-(self._max_to_keep or 1) :]]
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
-                if not stays and old not in (path, in_use):
+                if not stays and old not in needed:
                     await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
@@ -987,7 +979,8 @@ class CheckpointManager:
             Its path, or None.
 
         Raises:
-            CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``.
+            CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``. A damaged
+                checkpoint is not passed over: move its directory away to restore the one before.
             ConfigurationError: Another program uses the directory.
 
         Cancellation: See ``Checkpoint.restore``.
@@ -1004,15 +997,8 @@ class CheckpointManager:
             await self._checkpoint._as_first_state(restore)
         return latest
 
-    def _offer(self, path: Path, coordinator: Coordinator) -> None:
-        """Let the coordinator go back to a checkpoint from now on."""
-        if self._snapshots.origin != coordinator.runtime.origin:
-            self._snapshots = files.SavedSnapshots(coordinator.runtime.origin)
-        self._snapshots.add(path)
-        coordinator.recovery.source = self._snapshots
-
     async def _offer_restored(self, path: Path) -> None:
-        """As ``_offer``, if the snapshots of an earlier program fit this one."""
+        """Let the coordinator roll back to a checkpoint of an earlier program, if that fits."""
         contents = self._checkpoint._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None or not contents.handles:
@@ -1024,7 +1010,7 @@ class CheckpointManager:
         num_ps = len(coordinator.links.ps.links)
         reason = await asyncio.to_thread(files.why_not, path, num_ps, shards, optimizers)
         if reason is None:
-            self._offer(path, coordinator)
+            coordinator.recovery.checkpoints.add(path)
         else:
             logger.info("before the first save a lost ps cannot be recovered: %s", reason)
 

@@ -382,9 +382,10 @@ WORKS = ("ganged", "visited")
 EXACT = ("dense", "rows", "added", "both", "scattered")
 """Tables each of whose calls is one update, and leaves its mark on all shards."""
 
-SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone",
-          "visited", "uneven", "attach", "begins")  # fmt: skip
-"""Kinds of plans. The last six: metrics alone; a ps goes for good, beside what else happens; data
+SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "damaged", "metered",
+          "gone", "visited", "uneven", "attach", "begins")  # fmt: skip
+"""Kinds of plans. The last seven: the newest checkpoint is damaged before a ps dies, beside what
+else happens; metrics alone; a ps goes for good, beside what else happens; data
 shards are visited, or data are trained on that are uneven, beside what else happens; chiefs die in
 saves, perhaps with a worker or after a fail-over, and the next ones attach; ps tasks die while the
 next chief begins, and restores."""
@@ -411,6 +412,7 @@ class _Draw:
         recovery = {
             "replica": "replica", "sync-replica": "replica", "checkpoint": "checkpoint",
             "attach": ("replica", "checkpoint")[self.seed % 2], "begins": "checkpoint",
+            "damaged": "checkpoint",
         }.get(shape) or rng.choice(
             ("replica", "replica", "replica", "checkpoint", "checkpoint", "none"))  # fmt: skip
         several = recovery == "replica" or shape == "attach"
@@ -495,6 +497,8 @@ class _Draw:
             plan = dataclasses.replace(plan, sizes=sizes)
         if rolls_back and has_saves and not races:
             plan = self._rolling_back(plan)
+        if recovery == "checkpoint" and not races:
+            plan = self._damaging(plan)
         if not races and not plan.works:  # their joins may take the request first
             plan = self._stopping(plan)
         if shape == "attach":
@@ -521,6 +525,40 @@ class _Draw:
         target = f"ps-{rng.randrange(plan.num_ps)}"
         fault = Fault("kill", when, (target,), rng.choice((0.0, 0.3, 3.0)))
         return dataclasses.replace(plan, faults=(fault, *plan.faults))
+
+    def _damaging(self, plan: Plan) -> Plan:
+        """Let the newest checkpoint be damaged, and a ps die, drawn apart."""
+        rng = random.Random(f"{self.seed}:damage")
+        if self.shape != "damaged" and rng.random() >= 0.3:
+            return plan
+        batches = plan.batches
+        if self.shape == "damaged":
+            batches = tuple(self._saving(each, rng) for each in batches * rng.choice((1, 2)))
+        faults = []
+        for number in range(rng.choice((1, 1, 2))):
+            count, delay_s = 2 + number, rng.choice((0.0, round(10 ** rng.uniform(-4, 0.5), 5)))
+            when = Trigger(0.0, "moment", "saved", count, "", delay_s)
+            dies = dataclasses.replace(when, delay_s=delay_s + rng.choice((0.0, 0.001, 0.1)))
+            target = f"ps-{rng.randrange(plan.num_ps)}"
+            faults.append(Fault("damage", when, (), rng.choice((1.0, 20.0, 90.0))))
+            faults.append(Fault("kill", dies, (target,), rng.choice((0.0, 0.3, 3.0))))
+        others = plan.faults if rng.random() < 0.5 else ()
+        return dataclasses.replace(plan, batches=batches, faults=(*faults, *others))
+
+    def _saving(self, batch: Batch, rng: random.Random) -> Batch:
+        """Return a batch that has columns of its own, and saves."""
+        closures = [
+            dataclasses.replace(
+                each,
+                calls=tuple(
+                    dataclasses.replace(call, column=self._column(call.kind)) for call in each.calls
+                ),
+            )
+            for each in batch.closures
+        ]
+        return dataclasses.replace(
+            batch, closures=tuple(closures), save=rng.choice(("hot", "quiet", "quiet"))
+        )
 
     def _stopping(self, plan: Plan) -> Plan:
         """Let a step ask for the end of training, drawn apart, so that what else is drawn stays."""

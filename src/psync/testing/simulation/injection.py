@@ -185,6 +185,8 @@ class Injector:
             case "disk":
                 for name in targets:
                     world.disk.failing[name] = int(fault.amount)
+            case "damage":
+                world.damage_newest()
 
     async def _happen(self, fault: Fault, targets: tuple[str, ...]) -> None:
         """Let a fault happen, if it has not yet, and end."""
@@ -211,6 +213,14 @@ class Injector:
                 finally:
                     for name in targets:
                         world.disk.failing.pop(name, None)
+            case "damage":
+                try:
+                    self._recovered.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(fault.seconds):
+                            await self._recovered.wait()
+                finally:
+                    world.mend()
             case "drag":
                 await self._drag(targets[0], fault)
             case "cut":

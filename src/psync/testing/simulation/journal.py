@@ -237,6 +237,7 @@ class Closure:
     state: str = "open"  # then "done", "failed" or "cancelled"; "lost" with its program
     outcomes: tuple[str, ...] = ()
     undone: bool = False  # named by a rollback
+    undone_to: Save | None = None  # the checkpoint to which that went, if it is known
     settled: bool = False  # a join without an error has returned since then
     runs: list[Run] = field(default_factory=list)
     told: Mapping[str, int] = field(default_factory=dict)  # when it was scheduled, see ``Told``
@@ -319,6 +320,7 @@ class Journal:
         self.gangs = 0  # that run
         self.worked = 0  # how often what works beside the batches has scheduled something
         self.shard_raised = False  # in this life: steps may be cancelled at any moment since then
+        self.targets: dict[int, str] = {}  # where rollbacks of this life went, by their timelines
         self.undone: set[tuple[int, int]] = set()  # by rollbacks: lives, and ids of closures
         self.is_calm = True  # nothing has gone wrong yet
         self.told = Told()  # in this life
@@ -471,9 +473,11 @@ class Journal:
             self.is_rolled_back = True
             self.undone |= {(self.lives, closure) for closure in event.closures}
             undone, self.held = set(self.held), frozenset()  # of former lives: perhaps
+            name = self.targets.get(event.timeline)
+            target = next((save for save in self.saves if name and save.name == name), None)
             for closure in self.closures:
                 if closure.life == self.lives and closure.id in event.closures:
-                    closure.undone = True
+                    closure.undone, closure.undone_to = True, target
                     undone.add(closure.number)
             for save in self.saves:
                 if save.name is None:  # one that is under way is of what there is afterwards

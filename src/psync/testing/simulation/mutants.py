@@ -212,6 +212,14 @@ MUTANTS: Mapping[str, Mutant] = {
         "a RollbackEvent names the closures that it undoes", ("checkpoint",),
         ((EndedClosures, "undone", wrong.does_nothing(Undone())),),
     ),
+    "one_checkpoint_is_remembered": Mutant(
+        "a rollback to the checkpoint before the newest names the closures that that one has",
+        ("damaged",), ((EndedClosures, "saved", wrong.remembers_one),),
+    ),
+    "passed_over_is_used_again": Mutant(
+        "no rollback goes to a checkpoint of which another one has undone something", ("damaged",),
+        ((files.NewestCheckpoints, "pass_over", wrong.only_this_time),),
+    ),
     "fresh_start_without_variables": Mutant(
         "a ps that was lost before anything was computed gets its variables again", ("begins",),
         ((Creation, "create_again", lambda original: wrong.nothing),),

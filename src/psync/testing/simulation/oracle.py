@@ -23,6 +23,7 @@ from psync.training.checkpoint import OWNER
 
 if TYPE_CHECKING:
     from psync.testing.simulation.journal import Closure, Journal, Save
+    from psync.testing.simulation.plan import Call
 
 Told = tuple["Closure", str, tuple[str, ...], bool]
 """A closure, its state and outcomes at the time of a look, and whether its life was rolled back."""
@@ -47,10 +48,19 @@ def faults_of_calls(look: Look, told: Sequence[Told]) -> Iterator[Fault]:
                 rolled_back or look.late,
                 look.late,
             )
-            wrong = table.wrong(seen)
+            wrong = table.wrong(seen) or _wrong_after_rollback(seen, call)
             if wrong:
                 undone = "undone" if closure.undone else "not undone"
                 yield wrong, _described(look, seen, f"{state}, {undone}", ordinal)
+
+
+def _wrong_after_rollback(seen: Seen, call: Call) -> str:
+    """Of what a rollback has undone there is what the checkpoint had to which it went."""
+    target = seen.closure.undone_to
+    if target is None or call.kind not in target.marks or seen.former or seen.late:
+        return ""
+    saved = target.marks[call.kind][:, call.column]
+    return "" if (seen.found == saved).all() else "rollback"
 
 
 def faults_of_stopping(journal: Journal, closures: Sequence[Closure]) -> Iterator[Fault]:

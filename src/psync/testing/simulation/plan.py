@@ -43,7 +43,7 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: One of ``drawing.KINDS``.
+        kind: One of ``drawing.KINDS``, or "damage".
         when: Its trigger.
         targets: Names of processes; at a trigger that is no time, "" is the one that reached it.
         seconds: How long it lasts, or until what died is started again.

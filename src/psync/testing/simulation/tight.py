@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from psync import partitioners
 from psync.backups import host, primary
-from psync.chief import consistent_cut, declarations, gangs, recovery
+from psync.checkpoints import files
+from psync.chief import consistent_cut, declarations, gangs
 from psync.client import plan
 from psync.client.link import Outgoing
 from psync.closures import dispatcher
@@ -97,7 +98,7 @@ SIZES: Mapping[str, Size] = {
     "entries shipped": Size(((primary, "MAX_ENTRIES"), (primary, "MAX_UNDER_WAY")), (1,)),
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
     "copies": Size(((primary, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
-    "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
+    "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (files, "READ_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((host.BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((FinalClosures, "tell_again"),), LATE_S, _done_late),

@@ -60,6 +60,11 @@ MARKS = (
     "the chief dies during a rollback",
     "a ps is started again during a rollback",
     "a save and a rollback at once",
+    "a rollback passes over a checkpoint whose damage the chief finds",
+    "a rollback passes over a checkpoint whose damage a ps finds",
+    "a rollback to the checkpoint before a damaged one undoes closures that were done",
+    "a ps dies during a rollback that has passed over a checkpoint",
+    "a checkpoint is damaged, and nobody reads what is",
     "a ps dies during a save",
     "the chief dies during a save",
     "a worker dies during a save",
@@ -183,6 +188,7 @@ class _Watch:
         self.shipping: set[str] = set()  # ps tasks whose backups have not answered
         self.died_in_copy: set[str] = set()
         self.recovery = ""  # "fail-over" or "rollback", while it lasts
+        self.prepares = self.passed_over = self.is_damaged = False  # of a rollback
         self.fresh_copies = False  # a fail-over ended, and its copies are not complete
         self.fail_overs = 0  # in this life
         self.ever: set[str] = set()  # kinds of recovery that there were
@@ -215,6 +221,7 @@ class _Watch:
         if process == "chief-0":
             self.beginning, self.creating, self.restoring = True, False, False
             self.recovery, self.saving, self.fail_overs, self.locks = "", False, 0, 0
+            self.passed_over = False
             self.open.clear()
         elif process.startswith("ps") and self.recovery:
             self.mark(f"a ps is started again during a {self.recovery}")
@@ -239,6 +246,7 @@ class _Watch:
     def _ps_dies(self, process: str) -> None:
         self.mark("all ps tasks are dead", not any(name.startswith("ps") for name in self.living))
         self.mark("a ps dies while variables are created", self.creating)
+        self.mark("a ps dies during a rollback that has passed over a checkpoint", self.passed_over)
         self.mark("a process that serves several ps tasks dies", len(self._served(process)) > 1)
         if process in self.closing:
             self.mark("ps 0 dies while a step is closing")
@@ -313,6 +321,8 @@ class _Watch:
                 self.filling = False
             case "FillSnapshot":
                 self.filling = self.copying.total() > 0
+            case "PrepareSnapshot":
+                self.prepares = True
             case "CreateShards":
                 self.creating = self.beginning
             case "CloseStep":
@@ -400,6 +410,11 @@ class _Watch:
             undone = "closures=()" not in what
             self.mark("a rollback undoes closures that were done", undone)
             self.mark("a rollback undoes nothing", not undone)
+            self.mark("a rollback to the checkpoint before a damaged one undoes closures that were "
+                      "done", undone and self.passed_over)  # fmt: skip
+            self.mark("a checkpoint is damaged, and nobody reads what is",
+                      self.is_damaged and not self.passed_over)  # fmt: skip
+            self.passed_over = False
             self.recovery = ""
 
     def save(self, at_s: float, process: str, _: str) -> None:
@@ -439,6 +454,12 @@ class _Watch:
         counted = {"accepted", "duplicate"} & set(self.told.get(closure, ()))
         self.mark("a cancelled closure has counted before", state == "cancelled" and counted)
 
+    def damage(self, at_s: float, process: str, _: str) -> None:
+        self.is_damaged = True
+
+    def mend(self, at_s: float, process: str, _: str) -> None:
+        self.is_damaged = False
+
     def copy(self, at_s: float, process: str, _: str) -> None:
         self.copies.add(process)
 
@@ -463,6 +484,10 @@ class _Watch:
                 else "before variables are created"
             )  # fmt: skip
             self.mark(f"ps tasks start afresh {when}")
+        elif "rollback passes over ckpt-" in text:
+            finds = "a ps finds" if self.prepares else "the chief finds"
+            self.mark(f"a rollback passes over a checkpoint whose damage {finds}")
+            self.passed_over, self.prepares = True, False
         elif "continues without its backup" in text:
             self.mark("a ps goes on without its backup")
         elif "saving a checkpoint starts again" in text:
@@ -492,7 +517,7 @@ class _Watch:
                 self.given_up.add(name)
 
     def _recovery_begins(self, kind: str) -> None:
-        self.recovery = kind
+        self.recovery, self.prepares = kind, False
         self.mark(f"a {kind} while a step is closing", self.closing or self.step_cut)
         self.mark("a fail-over with a push on its way", kind == "fail-over" and self.sent)
         self.mark("a rollback while a gang runs", kind == "rollback" and self.gang)
@@ -505,6 +530,6 @@ _HANDLERS = {
     "unattached": _Watch.unattached, "event": _Watch.event, "save": _Watch.save,
     "saved": _Watch.save_ends, "save failed": _Watch.save_fails, "run": _Watch.run,
     "told": _Watch.hear, "ended": _Watch.end, "log": _Watch.log,
-    "mark": _Watch.reached, "copy": _Watch.copy,
+    "mark": _Watch.reached, "copy": _Watch.copy, "damage": _Watch.damage, "mend": _Watch.mend,
 }  # fmt: skip
 """By kind of entry."""

@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import msgpack
 
 import psync
-from psync.checkpoints.files import current_disk
+from psync.checkpoints.files import current_disk, is_complete
 from psync.errors import ConnectFailed, ParameterServerLost
 from psync.launch.tasks import make_task
 from psync.net.platform import Platform, entropy
@@ -87,6 +87,7 @@ class World:
         self._platforms: list[Platform] = []
         self._newest_incarnation = 0
         self.coordinator: psync.ClusterCoordinator | None = None  # of the living chief
+        self._damaged: tuple[Path, bytes] | None = None  # a file, and what it was
         self._added: list[str] = []  # hosts of workers that came later
         self._chief_lives = 0
         self._nobody = contextvars.Context()  # in which no process is at work
@@ -152,6 +153,7 @@ class World:
 
     async def _heal(self) -> None:
         await self._injector.heal()
+        self.mend()
         self.disk.failing.clear()
         self._away.clear()
         for name in self.names:
@@ -186,7 +188,7 @@ class World:
             self._graves.append(known)
         if name == "chief-0":
             self._chief_lives += 1
-            self.coordinator = None
+            self.begin_life()
         self.note("start", name)
         process = self.processes[name] = Process(name, self.loop)
         self.network.revive(name)
@@ -343,6 +345,12 @@ class World:
         self._newest_incarnation = max(now, self._newest_incarnation + 1)
         return self._newest_incarnation
 
+    def begin_life(self) -> None:
+        """The next life of the program begins: somebody has mended what was damaged."""
+        self.coordinator = None
+        self.closing.clear()
+        self.mend()
+
     def begin_anew(self) -> None:
         """Let the next life of the program have another layout, if the plan says so."""
         if self.journal.lives and self.plan.layouts:
@@ -371,12 +379,47 @@ class World:
     def reach(self, kind: str, name: str, process: str) -> str | None:
         """A process serves a message or reaches a place; return how the message is lost."""
         self.note(kind, process, name)
+        run = None if self.coordinator is None else self.coordinator._coordinator
+        if name == "RestoreSnapshot" and run is not None and run.recovery.checkpoints.in_use:
+            self.journal.targets[run.links.ps.timeline] = run.recovery.checkpoints.in_use.name
         if name == "LogEntries" and have_full_budgets(self.tasks):
             self.journal.say("mark", "two ps tasks that back each other up have both budgets full")
         return self._injector.reach(kind, name, process)
 
+    def damage_newest(self) -> None:
+        """Flip a byte of the newest checkpoint, or remove a file of it, if there is one before."""
+        if self.coordinator is None or self._damaged is not None:
+            return
+        run = self.coordinator._coordinator
+        paths = [] if run is None else run.recovery.checkpoints.paths
+        known = {save.name for save in self.journal.saves}
+        if len(paths) < 2 or paths[-1].name not in known or not all(map(is_complete, paths)):
+            return
+        rng = self.stream("damage")
+        file = rng.choice(sorted(paths[-1].iterdir()))
+        whole = file.read_bytes()
+        self._damaged = file, whole
+        if rng.random() < 0.3:
+            file.unlink()
+        else:  # near the end more often, where arrays are
+            at = int(len(whole) * rng.random() ** 0.3)
+            file.write_bytes(
+                whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+            )
+        self.note("damage", "", f"{paths[-1].name} {file.name}")
+
+    def mend(self) -> None:
+        """Let the file that was damaged be as before, if it was not removed since."""
+        if self._damaged is not None:
+            (file, whole), self._damaged = self._damaged, None
+            for directory in (file.parent, file.parent.with_name(f"{file.parent.name}.tmp")):
+                if directory.exists():
+                    (directory / file.name).write_bytes(whole)
+            self.note("mend", "", file.name)
+
     def lose_unsynced(self, names: Sequence[str]) -> None:
         """The machines of these processes have died: their disks forget."""
+        self.mend()
         self.disk.lose(names)
         when = f"after the machines of {', '.join(names)} had died"
         self.journal.find(oracle.faults_of_directory(self.journal, self.directory, when))

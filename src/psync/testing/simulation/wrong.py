@@ -17,11 +17,13 @@ import numpy as np
 from psync.accumulators import Accumulator
 from psync.backups.host import _Backup
 from psync.backups.primary import BackupSender
+from psync.checkpoints.files import NewestCheckpoints
 from psync.client.context import Runtime
 from psync.client.plan import Landing, Plan
 from psync.client.sync import PulledAhead
 from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import Action, ClosureQueue
+from psync.closures.rollback import EndedClosures
 from psync.errors import TaskLost
 from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
@@ -113,6 +115,27 @@ def drops_calls(original: Callable[..., Any]) -> Any:
         original(ledger, fewer, unpack)
 
     return restore
+
+
+def remembers_one(original: Callable[..., Any]) -> Any:
+    def saved(self: EndedClosures, *cut: Any) -> None:
+        original(self, *cut)
+        self._saved.clear()
+
+    return saved
+
+
+def only_this_time(original: Callable[..., Any]) -> Any:
+    def pass_over(self: NewestCheckpoints, error: Any) -> None:
+        passed_over = self.paths[-1]
+        original(self, error)
+
+        def use_again() -> None:
+            self.paths = [*self.paths, passed_over][-2:]
+
+        asyncio.get_running_loop().call_later(1.0, use_again)
+
+    return pass_over
 
 
 def one_forgets_to_take(original: Callable[..., Any]) -> Any:

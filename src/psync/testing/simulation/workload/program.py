@@ -100,7 +100,7 @@ class Life:
         optimizers_here().begin_process()
         scopes.begin_process()
         world = self._world
-        world.closing.clear()
+        world.begin_life()
         if not self._attach:
             world.begin_anew()
             self._journal.begin_anew()
