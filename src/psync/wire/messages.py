@@ -796,7 +796,7 @@ class ServedHere(Message, code=7):
 class AdoptShards(Message, code=120):
     """Let the present program have what earlier ones have left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Orders`` as JSON. Of the answer: ``reattach.Holding`` as JSON, what nobody
+    Segment: ``reattach.Orders`` as JSON, the same for all ps tasks. Of the answer: ``reattach.Holding`` as JSON, what nobody
     has adopted by then.
     """
 
