@@ -796,8 +796,8 @@ class ServedHere(Message, code=7):
 class AdoptShards(Message, code=120):
     """Let the present program have what earlier ones have left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Orders`` as JSON, the same for all ps tasks. Of the answer: ``reattach.Holding`` as JSON, what nobody
-    has adopted by then.
+    Segment: ``reattach.Orders`` as JSON, the same for all ps tasks. Of the answer:
+    ``reattach.Holding`` as JSON, what nobody has adopted by then.
     """
 
     lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
