@@ -501,11 +501,12 @@ class Accumulators:
                 for take in each.rule.waiting
             ]
             hosted.append((name, contents, each.taken(arrays), waiting))
-        return hosted, *self._ledger.gradients(_pack)
+        updates = self._ledger.snapshot(_pack, bytes)
+        return hosted, updates.senders, updates.variable_sets, updates.calls
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
         """Take what ``live`` has returned; the snapshot had the accumulators."""
-        hosted, senders, calls = state
+        hosted, senders, sets, calls = state
         for name, contents, takers, waiting in hosted:
             each = self.hosted[name]
             if contents is not None:
@@ -520,7 +521,9 @@ class Accumulators:
             for task, incarnation, number, num_required in waiting:
                 ticket = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
                 each.enter(ticket, num_required)
-        self._ledger.note_gradients(senders, calls, decode)
+        known = tuple(SenderState(*each) for each in senders)
+        updates = replace(NOTHING, senders=known, variable_sets=sets, calls=calls)
+        self._ledger.restore(updates, decode)
 
 
 def gradient_of(
