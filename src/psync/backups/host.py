@@ -41,7 +41,6 @@ from collections.abc import Coroutine, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
-from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
@@ -61,6 +60,7 @@ from psync.wire.messages import (
     Done,
     FillSnapshot,
     LogEntries,
+    Primary,
     Promote,
     ServedHere,
     Text,
@@ -311,7 +311,7 @@ class BackupHost:
             (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
         ]
         primaries.append(self._own.primary("", 0))
-        found = [(*each,) for each in primaries if each is not None]
+        found = [each for each in primaries if each is not None]
         request.answer(ServedHere(found, copies))
 
     # They are fed.

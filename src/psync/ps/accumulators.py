@@ -160,7 +160,7 @@ class Accumulators:
         work: What takes long.
         ledger: Which updates were seen, and who has been replaced.
         executor: In whose order all is done.
-        definitions: Those that there are, with their global steps.
+        packed: Those that there are, as a snapshot has them; of two of a name the second.
 
     Attributes:
         hosted: The accumulators, by their names.
@@ -172,7 +172,7 @@ class Accumulators:
         work: LongWork,
         ledger: Ledger,
         executor: Executor,
-        definitions: Iterable[tuple[DefineAccumulator, int]] = (),
+        packed: Iterable[tuple[bytes, int]] = (),
     ) -> None:
         self.hosted: dict[str, HostedAccumulator] = {}
         self._task = task
@@ -182,7 +182,7 @@ class Accumulators:
         # Requests that wait for a take, by client, accumulator and number of the take.
         self._waiting: dict[tuple[Client, str, int], list[Request[TakeGradient]]] = {}
         self._left: list[Request[TakeGradient]] = []  # of them: whose connections have ended
-        for definition, step in definitions:
+        for definition, step in unpack_accumulators(packed):
             hosted = self.hosted[definition.name] = HostedAccumulator(definition)
             hosted.rule.set_global_step(step)
 
@@ -199,9 +199,9 @@ class Accumulators:
         """Return who does which entry of the log of the one that is backed up."""
         return {**self.handlers(), TakeGradient: self._executor.logged(Handler(self._enter))}
 
-    def definitions(self) -> list[tuple[DefineAccumulator, int]]:
-        """Return what each accumulator was defined as, and its global step."""
-        return [(each.definition, each.rule.step) for each in self.hosted.values()]
+    def packed(self) -> tuple[tuple[bytes, int], ...]:
+        """Return how a snapshot keeps what accumulators are, and their steps."""
+        return tuple((encode(each.definition), each.rule.step) for each in self.hosted.values())
 
     def control(self) -> list[Any]:
         """Return what counts and waits, as plain data in an order of its own, for a digest."""
@@ -573,15 +573,8 @@ def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
     return request.peer.client, request.message.accumulator, request.message.take
 
 
-def pack_accumulators(
-    definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> tuple[tuple[bytes, int], ...]:
-    """Return how a snapshot keeps what accumulators are, and their steps."""
-    return tuple((encode(definition), step) for definition, step in definitions)
-
-
 def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
-    """Return what ``pack_accumulators`` packed.
+    """Return what ``Accumulators.packed`` has returned.
 
     Raises:
         CheckpointCorrupt: It is no such thing.

@@ -441,22 +441,15 @@ class Ledger:
         Args:
             coordinator: Incarnation of the coordinator that this has served.
         """
-        calls = [
-            (closure, ordinal, applied.parts)
-            for closure, ordinal, applied in self._applied()
-            if applied.parts > 1
-        ]
-        acked, messages = [], []
-        for task, sender in self._senders.items():
-            acked.append((task, sender.incarnation, sender.acked_below))
-            for sequence, message in sender.messages.items():
-                if message.call is None:
-                    others = tuple((ps, number) for ps, number in message.spread)
-                    messages.append((task, sender.incarnation, sequence, others))
-        return HeldUpdates(
-            coordinator, self.final.below, tuple(calls), tuple(acked), tuple(messages),
-            tuple(self.final.listed()),
-        )  # fmt: skip
+        state = self.snapshot(lambda _: None)
+        messages = tuple(
+            (*message.client, sequence, tuple((ps, number) for ps, number in message.spread))
+            for sender in self._senders.values()
+            for sequence, message in sender.messages.items()
+            if message.call is None
+        )
+        acked = tuple(sender[:3] for sender in state.senders)
+        return HeldUpdates(coordinator, state.final_below, state.parts, acked, messages, state.kept)
 
     def _applied(self) -> list[tuple[int, int, Ticket]]:
         """Return (closure, ordinal, its first update) of all calls."""
