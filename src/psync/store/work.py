@@ -72,7 +72,8 @@ class Shard:
     values: BlockArray
     nbytes: int  # of the values; specs compute theirs at each look
     row_size: int  # elements of a row; -1: a scalar, which has no rows
-    slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)  # by optimizer, name
+    # By optimizer, below 0 if nobody has adopted it (see ``reattach``), and name.
+    slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)
     pushes: dict[int, int] = field(default_factory=dict)  # by optimizer, if it accumulates them
     version: int = 0  # finished updates
     busy: bool = False  # an update is under way
