@@ -26,7 +26,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psync.backups.host import BackupHost
-from psync.backups.locate_ps import Primary
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -354,12 +353,12 @@ class PsTask:
         if self.life is Life.DEPOSED and attach is not None:
             self._replace(attach, self.services.timeline, self._nothing(self.floor), None)
 
-    def primary(self, address: str, epoch: int) -> Primary | None:
+    def primary(self, address: str, epoch: int) -> messages.Primary | None:
         """Return what a newer coordinator has to know; see ``backups.host``."""
         if self.life is not Life.SERVING:
             return None
         timeline, waits_for = self.services.timeline, self.services.backup.waits_for()
-        return Primary(self.index, address, self.floor, timeline, epoch, *waits_for)
+        return messages.Primary(self.index, address, self.floor, timeline, epoch, *waits_for)
 
     def end_below(self, coordinator: int) -> None:
         """Hold nothing, if it has been replaced; see ``backups.host``."""

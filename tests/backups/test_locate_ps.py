@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from psync.backups.locate_ps import Place, Primary, places
+from psync.backups.locate_ps import Place, places
 from psync.errors import AttachError
-from psync.wire.messages import ServedHere
+from psync.wire.messages import Primary, ServedHere
 
 NOTHING = ServedHere([], [])
 
 
 def found(*primaries: Primary, copies: tuple[tuple[int, int, int], ...] = ()) -> ServedHere:
-    return ServedHere([(*each,) for each in primaries], list(copies))
+    return ServedHere(list(primaries), list(copies))
 
 
 def paired(ps: int, host: int, epoch: int, **changed: int) -> Primary:

@@ -14,7 +14,7 @@ import pytest
 from ps_cluster import WORKER, PsCluster, assign, pull, push
 from psync.errors import CheckpointCorrupt, RemoteProtocolError, UsageError
 from psync.numerics.rules import Adam
-from psync.ps.accumulators import pack_accumulators, unpack_accumulators
+from psync.ps.accumulators import unpack_accumulators
 from psync.specs import VariableSpec
 from psync.store.snapshot_state import (
     SenderState,
@@ -148,7 +148,7 @@ def test_what_is_no_answer_is_corrupt(data: bytes) -> None:
 
 def test_accumulators_come_back_from_their_definitions() -> None:
     definition = DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0)
-    assert unpack_accumulators(pack_accumulators([(definition, 3)])) == [(definition, 3)]
+    assert unpack_accumulators([(encode(definition), 3)]) == [(definition, 3)]
     wrong = replace(definition, kind="other")
     for broken in (encode(Done()), b"", encode(wrong)):
         with pytest.raises(CheckpointCorrupt, match="an accumulator"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import PartitionError, UnknownVariableError, UsageError
+from psync.errors import PartitionError
 from psync.numerics.rules import Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
 from psync.store.reattach import FormerStore, Orders
+from psync.store.snapshot import freeze
+from psync.store.snapshot_state import NOTHING
 from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:0"
@@ -59,7 +61,7 @@ def test_values_slots_steps_and_rates_are_adopted_under_new_numbers() -> None:
     former = former_of(old)
     assert old.keys() == []
     new = ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 3), ("b", 0, 0)), (), ((5, 1, 7),)), new)
+    former.adopt(Orders((("w", 3), ("b", 0)), (), (((5, 1), 7),)), new)
     assert new.keys() == [(3, 0), (0, 0)]
     assert str(new.spec((3, 0))) == '"w/part_0"'
     assert value(new, 3) == before
@@ -82,9 +84,7 @@ def test_what_is_held_is_described() -> None:
         ("w", 0, (2,)),
         ("b", 0, (2,)),
     ]
-    first, second = holding.optimizers
-    assert (first.identity, first.was_used) == ((5, 1), True)
-    assert (second.identity, second.was_used) == ((5, 2), False)
+    assert [held.identity for held in holding.optimizers] == [(5, 1)], "the other was not used"
 
 
 def test_a_learning_rate_that_was_set_is_use_and_so_are_slots_and_pushes() -> None:
@@ -95,7 +95,7 @@ def test_a_learning_rate_that_was_set_is_use_and_so_are_slots_and_pushes() -> No
     old.set_learning_rate(2, Constant(0.5).to_config())
     old.set_count(3, 1)
     held = former_of(old).describe().optimizers
-    assert [each.was_used for each in held] == [True, True, True, False]
+    assert [each.identity for each in held] == [(5, 1), (5, 2), (5, 3)]
 
 
 def test_slots_wait_for_their_optimizer() -> None:
@@ -104,13 +104,14 @@ def test_slots_wait_for_their_optimizer() -> None:
     push(old, 0)
     momentum = slot(old, 0, 1)
     former, new = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 0),)), new)
+    former.adopt(Orders((("w", 0),)), new)
     new.define_optimizer(1, Adam(9.0).to_config())  # another one has its number
     assert slot(new, 0, 1) == [0.0, 0.0]
-    assert [held.was_used for held in former.describe().optimizers] == [True]
+    assert [held.identity for held in former.describe().optimizers] == [(5, 1)]
+    assert {each[0] for each in freeze(new, NOTHING).state.shards[0].slots} == {1}
     new.define_optimizer(2, ADAM)
     new.hear_count(2, 1, 0, [(0, 4)], 0)
-    former.adopt(Orders((), (), ((5, 1, 2),)), new)
+    former.adopt(Orders((), (), (((5, 1), 2),)), new)
     assert slot(new, 0, 2) == momentum
     assert new.push_count(2).known == 1 + 4, "what was told of its pushes meanwhile is kept"
 
@@ -121,14 +122,14 @@ def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:
     push(old, 0)
     momentum = slot(old, 0, 1)
     former, second = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 0),)), second)
+    former.adopt(Orders((("w", 0),)), second)
     second.define_optimizer(1, Adam(9.0).to_config())
     push(second, 0)
     former.take(second, Ledger(), 6)
-    identities = [held.identity for held in former.describe().optimizers if held.was_used]
+    identities = [held.identity for held in former.describe().optimizers]
     assert identities == [(5, 1), (6, 1)]
     third = ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 4),), (), ((5, 1, 1), (6, 1, 2))), third)
+    former.adopt(Orders((("w", 4),), (), (((5, 1), 1), ((6, 1), 2))), third)
     assert slot(third, 4, 1) == momentum
     assert third.push_count(2).marked == 1
 
@@ -138,7 +139,7 @@ def test_a_repetition_changes_nothing() -> None:
     old.define_optimizer(1, ADAM)
     push(old, 0)
     former, new = former_of(old), ShardStore(TASK)
-    orders = Orders((("w", 0, 2),), (("gone", 0),), ((5, 1, 1),))
+    orders = Orders((("w", 2),), ("gone",), (((5, 1), 1),))
     former.adopt(orders, new)
     push(new, 2)
     after, momentum = value(new, 2), slot(new, 2, 1)
@@ -147,16 +148,11 @@ def test_a_repetition_changes_nothing() -> None:
     assert new.push_count(1).marked == 2
 
 
-def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:
+def test_a_number_that_is_taken_is_told_and_nothing_has_changed() -> None:
     former, new = former_of(store_of("w")), store_of("v")
-    with pytest.raises(UnknownVariableError, match='no shard 1 of a variable "w"'):
-        former.adopt(Orders((("w", 0, 1), ("w", 1, 1))), new)
-    with pytest.raises(UnknownVariableError, match='no shard 0 of a variable "x"'):
-        former.adopt(Orders((("x", 0, 0),)), new)
-    with pytest.raises(UsageError, match="no optimizer 3 of 5"):
-        former.adopt(Orders((("w", 0, 1),), (), ((5, 3, 1),)), new)
+    former.adopt(Orders((("x", 3),), ("y",), (((5, 3), 1),)), new)  # what other ps tasks hold
     with pytest.raises(PartitionError, match='"w" as variable 0, which is "v"'):
-        former.adopt(Orders((("w", 0, 0),)), new)
+        former.adopt(Orders((("w", 0),)), new)
     assert [shard.variable for shard in former.describe().shards] == ["w"]
     assert new.keys() == [(0, 0)]
 
@@ -166,13 +162,22 @@ def test_what_is_dropped_is_held_no_more() -> None:
     old.define_optimizer(1, ADAM)
     push(old, 0)
     former, new = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
-    former.drop()
+    former.adopt(Orders((("w", 0),), (), (((5, 1), 1),)), new)
+    former.drop(new)
     holding = former.describe()
     assert (holding.shards, holding.optimizers, holding.updates) == ((), (), ())
-    with pytest.raises(UnknownVariableError):
-        former.adopt(Orders((("w", 0, 3),)), ShardStore(TASK))
     assert new.keys() == [(0, 0)], "what was adopted stays with its program"
+    assert slot(new, 0, 1) != [0.0, 0.0]
+
+
+def test_slots_that_wait_are_dropped_with_the_rest() -> None:
+    old = store_of("w")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    former, new = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((("w", 0),)), new)
+    former.drop(new)
+    assert new.statistics()["slot_bytes"] == 0
 
 
 def test_what_no_coordinator_was_served_with_has_no_updates() -> None:
@@ -199,6 +204,6 @@ def test_what_was_accumulated_goes_on() -> None:
     push(old, 0)
     assert value(old, 0) == [0.0, 0.0]  # half an update
     former, new = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
+    former.adopt(Orders((("w", 0),), (), (((5, 1), 1),)), new)
     push(new, 0)
     assert value(new, 0) != [0.0, 0.0]

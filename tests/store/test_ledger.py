@@ -399,13 +399,14 @@ def test_updates_of_accumulators_are_left_out_and_had_apart(ledger: Ledger) -> N
     apply(ledger, answer="a push")
     apply(ledger, sequence=1, closure=6, variable_set=GRADIENT, answer=7)
     apply(ledger, sequence=2, closure=None, variable_set=GRADIENT, answer=8)
-    states = ledger.gradients(lambda a: b"%d" % a if isinstance(a, int) else None)
+    state = ledger.snapshot(lambda a: b"%d" % a if isinstance(a, int) else None, bytes)
     answers = (1, (6, 0), b"7"), (2, None, b"8")
-    assert states == ((SenderState(*W0, 0, answers),), [(6, 0, GRADIENT, "w")])
+    assert state.senders == (SenderState(*W0, 0, answers),)
+    assert (state.calls, state.variable_sets) == (((6, 0, 0),), ((GRADIENT, ("w", "b")),))
     copy = copy_of(ledger)
     fresh(judge(copy, sequence=1, closure=6, variable_set=GRADIENT))
     fresh(judge(copy, sequence=2, closure=None))
-    copy.note_gradients(*states, int)
+    copy.restore(state, int)
     assert judge(copy).answer == "a push"
     assert judge(copy, sequence=1, closure=6, variable_set=GRADIENT).answer == 7
     assert judge(copy, sequence=2, closure=None, variable_set=GRADIENT).answer == 8

@@ -215,7 +215,7 @@ DAMAGE = [
     (at("calls", 0, 2, value=2), "a call: expected the place of a variable set"),
     (at("groups", value=twice), "a group: expected each once"),
     (at("groups", 0, 1, value={}), "group 5: expected what fits: a synchronous optimizer"),
-    (at("groups", 0, 1, "decay", value=10**400), "group 5: expected what fits: sync: decay"),
+    (at("groups", 0, 1, "decay", value=10**400), "group 5: expected what fits: .*decay"),
     (at("optimizers", 0, 1, "beta_1", value=10**400), "optimizer 1: expected what fits"),
 ]
 

@@ -181,11 +181,13 @@ def through_bytes(store: ShardStore) -> ShardStore:
 
 def adopted(store: ShardStore) -> ShardStore:
     """What a new program takes over, under the same numbers."""
-    shards = tuple((str(key), key[1], key[0]) for key in store.keys())
+    ids = tuple((store.spec(key).variable, key[0]) for key in store.keys())
     former, made = FormerStore(TASK), ShardStore(TASK)
     former.take(store, Ledger(), 1)
-    optimizers = tuple((1, number, number) for number in range(len(USED)))
-    former.adopt(Orders(shards, (), optimizers), made)
+    optimizers = tuple(((1, number), number) for number in range(len(USED)))
+    former.adopt(Orders(ids, (), optimizers), made)
+    for number, rule in enumerate(USED):  # as the program's first push does it
+        made.define_optimizer(number, rule.to_config())
     return made
 
 

@@ -127,7 +127,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.EndSession("r", True), "9371a172c3"),
     (m.GrantCoordinator(1, 2), "936c0102"),
     (m.AskServed(True), "9206c3"),
-    (m.ServedHere([(0, "a", 7, 1, 2, -1, 0)], [(1, 7, 3)]), "9307919700a161070102ff009193010703"),
+    (m.ServedHere([m.Primary(0, "a", 7, 1, 2)], [(1, 7, 3)]), "9307919700a161070102ff009193010703"),
     (m.AdoptShards(4, True), "937804c3"),
     (m.RunClosures([(5, b"key", 1, [2])]), "94119194" + "05c4036b6579019102c0c0"),
     (m.RunClosures([], [(5, 3)]), "941190" + "91920503c0"),
@@ -201,6 +201,8 @@ def sample(annotation: typing.Any) -> typing.Any:
         return tuple(sample(arg) for arg in args)
     if origin is dict:
         return {"key": sample(args[1])}
+    if hasattr(annotation, "_fields"):
+        return annotation(*map(sample, typing.get_type_hints(annotation).values()))
     if args:  # a union
         return sample(args[0])
     return {int: 3, float: 0.5, str: "text", bytes: b"raw", bool: True}.get(annotation, [1, None])

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NoReturn
+
+import msgspec
 
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import (
@@ -336,7 +337,7 @@ class SyncReplicasOptimizer(Optimizer):
         self._averaged = next(iter(averaged), None)
         for each in averaged:
             self._check_averaged(each)
-        self._sync = dataclasses.replace(
+        self._sync = msgspec.structs.replace(
             self._sync,
             decay=averages.decay,
             num_updates=follows is not False,
@@ -365,7 +366,7 @@ class SyncReplicasOptimizer(Optimizer):
                 hint="ExponentialMovingAverage(…, num_updates=True)",
             )
         (shard,) = global_step.spec.shards
-        sync = dataclasses.replace(self._sync, global_step=(shard.ps, *shard.key))
+        sync = msgspec.structs.replace(self._sync, global_step=(shard.ps, *shard.key))
         self._told, self._global_step = sync.to_config(), global_step
         return self._told
 

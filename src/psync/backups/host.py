@@ -38,10 +38,10 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
-from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
@@ -52,7 +52,6 @@ from psync.store.commit_log import Diverged, chained
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import Segment
 from psync.wire.messages import (
     AskServed,
     AttachPs,
@@ -61,6 +60,7 @@ from psync.wire.messages import (
     Done,
     FillSnapshot,
     LogEntries,
+    Primary,
     Promote,
     ServedHere,
     Text,
@@ -74,55 +74,28 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 64 << 20
 """Of entries that are not done: more, and the answer waits."""
 
-_DONE = Done()
 
-
-class _Entry(OwnRequest[Message]):
-    """An entry of a log: its answer says only that it is done."""
-
-    __slots__ = ("backup", "size")
-
-    backup: _Backup
-    size: int  # bytes of the header and the body
-
-    def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
-        """It is done."""
-        if not self.over:
-            self.over = True
-            backup = self.backup
-            backup.pending_bytes -= self.size
-            backup.changed.set()
-
-    def fail(self, error: BaseException) -> None:
-        """It is refused, as by the primary, or has failed as no ps may refuse one."""
-        if not self.over:
-            self._then(error)
-            self.answer(_DONE)
-
-
+@dataclass(eq=False, slots=True)
 class _Backup:
     """The backup of one ps."""
 
-    def __init__(
-        self, order: BeginBackup, task: PsTask, loaded: Loaded, live: memoryview, sender: str
-    ) -> None:
-        self.order = order
-        self.epoch = order.epoch
-        self.task = task
-        self.loaded: Loaded | None = loaded  # None: it is complete
-        self._live = [live]  # what no snapshot has: its state, then the arrays that are there
-        self.sender = sender
-        self.taken = order.first - 1
-        self.address: asyncio.Task[str] | None = None  # once it is to serve
-        self._handlers: dict[type[Message], Handler] = {}  # by kind of entry, once it is complete
-        self._entries: deque[_Entry] = deque()
-        self.pending_bytes = 0  # of entries that are not done; none has no header
-        self._doing: asyncio.Task[None] | None = None
-        self._spawned: list[asyncio.Task[None]] = []  # by the entry that is done just now
-        self.changed = asyncio.Event()  # an entry is done
-        self.chain = 0  # over the entries of the log
-        self.diverged = False  # it was compared, and is another one
-        self.failed = False  # an entry has failed as no ps may refuse one
+    order: BeginBackup
+    task: PsTask
+    loaded: Loaded | None  # None: it is complete
+    live: list[memoryview]  # what no snapshot has: its state, then the arrays that are there
+    sender: str
+    epoch: int
+    taken: int  # the last entry that is here
+    address: asyncio.Task[str] | None = None  # once it is to serve
+    handlers: dict[type[Message], Handler] = field(default_factory=dict)  # once it is complete
+    entries: deque[OwnRequest[Message]] = field(default_factory=deque)
+    pending_bytes: int = 0  # of entries that are not done; none has no header
+    doing: asyncio.Task[None] | None = None
+    spawned: list[asyncio.Task[None]] = field(default_factory=list)  # by the entry of just now
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # an entry is done
+    chain: int = 0  # over the entries of the log
+    diverged: bool = False  # it was compared, and is another one
+    failed: bool = False  # an entry has failed as no ps may refuse one
 
     @property
     def is_damaged(self) -> bool:
@@ -153,20 +126,20 @@ class _Backup:
         beside = message.item - len(self.loaded.state.items)
         if beside < 0:
             await fill(self.loaded, message, segments)
-        elif beside == len(self._live) - 1:
-            self._live += segments
+        elif beside == len(self.live) - 1:
+            self.live += segments
         self.look()
 
     def look(self) -> None:
         """Hold what it begins with, if all of it is there."""
         loaded, order = self.loaded, self.order
-        if loaded is None or loaded.wanted or len(self._live) <= order.beside:
+        if loaded is None or loaded.wanted or len(self.live) <= order.beside:
             return
         self.loaded = None
         attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
-        self._handlers = self.task.take_over(attach, loaded, order.timeline, order.lineage)
-        self.add(self.taken, ("", 0, encode(order), len(self._live)), self._live)
-        self._live = []
+        self.handlers = self.task.take_over(attach, loaded, order.timeline, order.lineage)
+        self.add(self.taken, ("", 0, encode(order), len(self.live)), self.live)
+        self.live = []
 
     def add(
         self, number: int, sent: tuple[str, int, bytes, int], body: Sequence[memoryview]
@@ -174,34 +147,35 @@ class _Backup:
         """Take the next entry; the one before the first is what no snapshot has."""
         task, incarnation, header, _ = sent
         client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
-        failed = functools.partial(self._note, number)
-        entry = _Entry(AsIfFrom(client, spawn=self._spawn), message, body, failed)
-        entry.header, entry.backup, entry.size = header, self, len(header) + nbytes
-        self.pending_bytes += entry.size
+        size = len(header) + nbytes
+        done = functools.partial(self._done, number, size)
+        entry = OwnRequest(AsIfFrom(client, spawn=self._spawn), message, body, done)
+        entry.header = header
+        self.pending_bytes += size
         self.taken = number
         if isinstance(message, CheckState) and message.chain != self.chain:
             entry.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
         if number >= self.order.first:
             self.chain = chained(self.chain, client, header, nbytes)
-        self._entries.append(entry)
-        if self._doing is None:
-            self._doing = asyncio.get_running_loop().create_task(self._do())
+        self.entries.append(entry)
+        if self.doing is None:
+            self.doing = asyncio.get_running_loop().create_task(self._do())
 
     async def _do(self) -> None:
         """Let the executor have the entries, one after the other."""
         try:
             begun = 0
-            handlers, work = self._handlers, self.task.work
-            while self._entries and not (self.failed or work.is_torn):
-                entry = self._entries.popleft()
+            handlers, work = self.handlers, self.task.work
+            while self.entries and not (self.failed or work.is_torn):
+                entry = self.entries.popleft()
                 try:
                     under_way = handlers[type(entry.message)].run(entry)
                     if isinstance(under_way, CoroutineType):
                         entry.start(under_way)
                 except Exception as exc:
                     entry.fail(exc)
-                while self._spawned:
-                    await asyncio.wait((self._spawned.pop(),))
+                while self.spawned:
+                    await asyncio.wait((self.spawned.pop(),))
                 if not entry.over:
                     # What the next one names may be made by this one.
                     await self.task.services.executor.drain()
@@ -209,25 +183,27 @@ class _Backup:
                 if not begun % 64:
                     await asyncio.sleep(0)
         finally:
-            self._doing = None
+            self.doing = None
             self.changed.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """An entry takes more than a turn: the next one comes after it."""
         task = asyncio.get_running_loop().create_task(work)
-        self._spawned.append(task)
+        self.spawned.append(task)
         return task
 
-    def _note(self, number: int, error: object) -> None:
-        """An entry is refused, as by the primary, or has failed as no ps may refuse one."""
-        if isinstance(error, PsyncError) and not isinstance(error, Diverged):
-            logger.debug("entry %d is refused, as by its primary: %s", number, error)
-        elif isinstance(error, Exception):  # such as no memory here, where the other had enough
+    def _done(self, number: int, size: int, outcome: object) -> None:
+        """An entry is done, or refused, as by the primary; or it has failed as none may."""
+        if isinstance(outcome, PsyncError) and not isinstance(outcome, Diverged):
+            logger.debug("entry %d is refused, as by its primary: %s", number, outcome)
+        elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
             logger.error(
-                "%s: its backup failed at log entry %d", self.sender, number, exc_info=error
+                "%s: its backup failed at log entry %d", self.sender, number, exc_info=outcome
             )
-            self.diverged |= isinstance(error, Diverged)
+            self.diverged |= isinstance(outcome, Diverged)
             self.failed = True
+        self.pending_bytes -= size
+        self.changed.set()
 
     async def settle(self, below: int = 0) -> None:
         """Wait until no more than so many bytes of entries are left that are not done.
@@ -242,9 +218,9 @@ class _Backup:
         """End it."""
         if self.loaded is not None:
             self.loaded.give_up()
-        if self._doing is not None:
-            self._doing.cancel()
-            await asyncio.wait((self._doing,))
+        if self.doing is not None:
+            self.doing.cancel()
+            await asyncio.wait((self.doing,))
         await self.task.close()
 
 
@@ -311,7 +287,7 @@ class BackupHost:
             (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
         ]
         primaries.append(self._own.primary("", 0))
-        found = [(*each,) for each in primaries if each is not None]
+        found = [each for each in primaries if each is not None]
         request.answer(ServedHere(found, copies))
 
     # They are fed.
@@ -343,7 +319,8 @@ class BackupHost:
         loaded = load(state, self._own, sender, message.coordinator)
         if known is not None:
             self._end(known)
-        made = _Backup(message, self._own.make_backup(message.ps), loaded, body[1], sender)
+        task = self._own.make_backup(message.ps)
+        made = _Backup(message, task, loaded, [body[1]], sender, message.epoch, message.first - 1)
         self._backups[message.ps] = made
         made.look()
         request.answer(begun)
@@ -356,7 +333,7 @@ class BackupHost:
             raise UsageError(f"{self._task}: {peer.task} is not {known.sender}")
         if known.address is not None or known.epoch != epoch:
             raise FencedError(f"{known.sender} has been replaced by its backup")
-        if known.failed or known.task.work.is_torn:
+        if known.is_damaged:
             self.diverged += known.diverged
             why = "has diverged" if known.diverged else "is damaged"
             known.diverged = False  # counted

@@ -23,24 +23,7 @@ from typing import NamedTuple
 
 from psync.errors import AttachError
 from psync.store.reattach import BACK
-from psync.wire.messages import ServedHere
-
-
-class Primary(NamedTuple):
-    """One that serves a ps."""
-
-    ps: int
-    address: str  # where it listens; "": at the address of its process
-    coordinator: int  # incarnation
-    timeline: int
-    epoch: int  # of the order to serve in another one's place; 0: it was there from the beginning
-    host: int = -1  # in which process the backup is that it waits for; -1: it may go on alone
-    backup: int = 0  # epoch of that
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """Of several, the one with the highest has the newest state."""
-        return (self.coordinator, self.timeline, self.epoch)
+from psync.wire.messages import Primary, ServedHere
 
 
 class Place(NamedTuple):
@@ -63,9 +46,9 @@ def places(found: Sequence[ServedHere]) -> list[Place]:
     copied = {ps for there in found for ps, _, _ in there.copies}
     for ps in range(len(found)):
         serving = [
-            (primary.rank, process, primary)
+            (primary.coordinator, primary.timeline, primary.epoch, process, primary)
             for process, there in enumerate(found)
-            for primary in (Primary(*each) for each in there.primaries)
+            for primary in there.primaries
             if primary.ps == ps
         ]
         if not serving:
@@ -75,7 +58,7 @@ def places(found: Sequence[ServedHere]) -> list[Place]:
                     f"nobody serves /job:ps/task:{ps}, whose backup may have been left behind"
                 )
             continue
-        _, process, newest = max(serving, key=lambda each: each[:2])
+        *_, process, newest = max(serving, key=lambda each: each[:4])
         if newest.host >= 0 and not _is_there(newest, found):
             doubts.append(
                 f"/job:ps/task:{ps} may have been replaced by its backup in the process of "
@@ -90,4 +73,4 @@ def places(found: Sequence[ServedHere]) -> list[Place]:
 def _is_there(primary: Primary, found: Sequence[ServedHere]) -> bool:
     """Return whether the backup that a ps waits for is where it was: then it has not served."""
     copy = (primary.ps, primary.coordinator, primary.backup)
-    return primary.host < len(found) and copy in map(tuple, found[primary.host].copies)
+    return primary.host < len(found) and copy in found[primary.host].copies

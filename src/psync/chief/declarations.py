@@ -434,12 +434,11 @@ class Creation:
 
         Cancellation: Safe.
         """
-        nothing = [Orders()] * len(self._ps.links)
-        holdings = await self._order(nothing, lineage=0, last=False)
+        holdings = await self._order(Orders(), lineage=0, last=False)
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")
-            await self._order(nothing, lineage=lineage, last=True)
+            await self._order(Orders(), lineage=lineage, last=True)
             return
         self.left, self.partial_updates = adoption, partial_updates(holdings)
         if self.partial_updates:
@@ -449,11 +448,10 @@ class Creation:
                 "attached", self.partial_updates,
             )  # fmt: skip
 
-    async def _order(self, orders: Sequence[Orders], *, lineage: int, last: bool) -> list[Holding]:
+    async def _order(self, orders: Orders, *, lineage: int, last: bool) -> list[Holding]:
         """Let each ps do what was decided; return what nobody has adopted by then."""
-        message, links = AdoptShards(lineage, last), self._ps.links
-        each = zip(links, orders, strict=True)
-        answers = await all_of([ask(link, message, Done, [to_json(what)]) for link, what in each])
+        message, body, links = AdoptShards(lineage, last), [to_json(orders)], self._ps.links
+        answers = await all_of([ask(link, message, Done, body) for link in links])
         return [
             read_json(b"".join(held), Holding, f"{link.task}: what it holds")
             for link, (_, held) in zip(links, answers, strict=True)
@@ -521,16 +519,16 @@ class Creation:
             return batch
         new = [each for each in self.own.listed() if each.number not in self._taken]
         decision = left.compare([each.spec for each in batch], new, last=last)
-        await self._order(decision.orders, lineage=0, last=last)
-        for identity, number in decision.optimizers.items():
+        orders = decision.orders
+        await self._order(orders, lineage=0, last=last)
+        for identity, number in orders.optimizers:
             self._taken.add(number)
             self.own.note_rate(number, left.rate_of(identity))
-        left.done(decision)
-        if decision.adopted:
-            logger.info("%d variables keep their values", len(decision.adopted))
-        broken = {name for orders in decision.orders for name, _ in orders.dropped}
+        left.done(orders)
+        if orders.adopted:
+            logger.info("%d variables keep their values", len(orders.adopted))
         for spec in decision.missing:
-            why = "it was not created whole" if spec.name in broken else "no ps held it"
+            why = "it was not created whole" if spec.name in orders.dropped else "no ps held it"
             logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)
         for name in decision.extra:
             logger.warning('variable "%s" is removed: this program has not declared it', name)

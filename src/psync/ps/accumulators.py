@@ -115,14 +115,6 @@ class HostedAccumulator:
         self.rule.enter(num_required, ticket)
         self.takes.record(ticket, None)
 
-    def withdraw(self, leaves: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Let those of the waiting takes wait no longer that leave, and return them."""
-        left = [take for take in self.rule.waiting if leaves(take.owner)]
-        for take in left:
-            self.rule.withdraw(take)
-            self.takes.forget(take.owner.client, take.owner.sequence)
-        return [take.owner for take in left]
-
     def taken(self, arrays: list[memoryview]) -> Sequence[SenderState]:
         """Return what clients have said of takes, and the answers that are kept, for a backup."""
 
@@ -160,7 +152,7 @@ class Accumulators:
         work: What takes long.
         ledger: Which updates were seen, and who has been replaced.
         executor: In whose order all is done.
-        definitions: Those that there are, with their global steps.
+        packed: Those that there are, as a snapshot has them; of two of a name the second.
 
     Attributes:
         hosted: The accumulators, by their names.
@@ -172,7 +164,7 @@ class Accumulators:
         work: LongWork,
         ledger: Ledger,
         executor: Executor,
-        definitions: Iterable[tuple[DefineAccumulator, int]] = (),
+        packed: Iterable[tuple[bytes, int]] = (),
     ) -> None:
         self.hosted: dict[str, HostedAccumulator] = {}
         self._task = task
@@ -182,7 +174,7 @@ class Accumulators:
         # Requests that wait for a take, by client, accumulator and number of the take.
         self._waiting: dict[tuple[Client, str, int], list[Request[TakeGradient]]] = {}
         self._left: list[Request[TakeGradient]] = []  # of them: whose connections have ended
-        for definition, step in definitions:
+        for definition, step in unpack_accumulators(packed):
             hosted = self.hosted[definition.name] = HostedAccumulator(definition)
             hosted.rule.set_global_step(step)
 
@@ -199,9 +191,9 @@ class Accumulators:
         """Return who does which entry of the log of the one that is backed up."""
         return {**self.handlers(), TakeGradient: self._executor.logged(Handler(self._enter))}
 
-    def definitions(self) -> list[tuple[DefineAccumulator, int]]:
-        """Return what each accumulator was defined as, and its global step."""
-        return [(each.definition, each.rule.step) for each in self.hosted.values()]
+    def packed(self) -> tuple[tuple[bytes, int], ...]:
+        """Return how a snapshot keeps what accumulators are, and their steps."""
+        return tuple((encode(each.definition), each.rule.step) for each in self.hosted.values())
 
     def control(self) -> list[Any]:
         """Return what counts and waits, as plain data in an order of its own, for a digest."""
@@ -226,19 +218,19 @@ class Accumulators:
         The connections are gone on which they were asked for. Who wants one asks again.
         """
         for hosted in self.hosted.values():
-            hosted.withdraw(lambda _: True)
+            self._withdraw(hosted, lambda _: True)
 
     def fence(self, task: str, below: int) -> Compute | None:
         """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
         error = FencedError(f"{self._task}: {task} has been replaced by incarnation {below}")
         left = []
+
+        def leaves(ticket: Ticket) -> bool:
+            return ticket.client[0] == task and ticket.client[1] < below
+
         for hosted in self.hosted.values():
             hosted.takes.fence(task, below)
-            tickets = hosted.withdraw(
-                lambda ticket: ticket.client[0] == task and ticket.client[1] < below
-            )
-            self._settle(hosted, tickets, error)
-            if tickets:
+            if self._withdraw(hosted, leaves, error):
                 left.append(hosted)
         return self._serve(left)  # not before all have left: those that leave get nothing
 
@@ -389,8 +381,8 @@ class Accumulators:
         hosted = self.hosted.get(message.accumulator)  # nobody hears of an error
         if hosted is None:
             return None
-        changed = bool(
-            hosted.withdraw(lambda each: each.client == client and each.sequence in message.takes)
+        changed = self._withdraw(
+            hosted, lambda each: each.client == client and each.sequence in message.takes
         )
         if not message.takes:  # the ledger forgets those below; this number is not used up
             hosted.takes.judge(client, message.acked_below, message.acked_below, None, 0, 0)
@@ -403,11 +395,9 @@ class Accumulators:
         Those of its older incarnations, too: the ledger of takes has forgotten them.
         """
         task, newest = client[0], (client[1], below)
-        left = hosted.withdraw(
-            lambda each: each.client[0] == task and (each.client[1], each.sequence) < newest
+        return self._withdraw(
+            hosted, lambda each: each.client[0] == task and (each.client[1], each.sequence) < newest
         )
-        self._settle(hosted, left, UsageError(f"{self._task}: this take was cancelled"))
-        return bool(left)
 
     def _serve(self, changed: Iterable[HostedAccumulator]) -> Compute | None:
         """Complete takes that have enough gradients now."""
@@ -442,6 +432,21 @@ class Accumulators:
         )
 
     # Requests that wait for takes.
+
+    def _withdraw(
+        self,
+        hosted: HostedAccumulator,
+        leaves: Callable[[Ticket], bool],
+        error: PsyncError | None = None,
+    ) -> bool:
+        """Let those of the waiting takes wait no longer that leave; return whether some did."""
+        left = [take for take in hosted.rule.waiting if leaves(take.owner)]
+        for take in left:
+            hosted.rule.withdraw(take)
+            hosted.takes.forget(take.owner.client, take.owner.sequence)
+        error = error or UsageError(f"{self._task}: this take was cancelled")
+        self._settle(hosted, [take.owner for take in left], error)
+        return bool(left)
 
     def _settle(
         self, hosted: HostedAccumulator, tickets: Iterable[Ticket], outcome: object
@@ -501,11 +506,12 @@ class Accumulators:
                 for take in each.rule.waiting
             ]
             hosted.append((name, contents, each.taken(arrays), waiting))
-        return hosted, *self._ledger.gradients(_pack)
+        updates = self._ledger.snapshot(_pack, bytes)
+        return hosted, updates.senders, updates.variable_sets, updates.calls
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
         """Take what ``live`` has returned; the snapshot had the accumulators."""
-        hosted, senders, calls = state
+        hosted, senders, sets, calls = state
         for name, contents, takers, waiting in hosted:
             each = self.hosted[name]
             if contents is not None:
@@ -520,7 +526,9 @@ class Accumulators:
             for task, incarnation, number, num_required in waiting:
                 ticket = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
                 each.enter(ticket, num_required)
-        self._ledger.note_gradients(senders, calls, decode)
+        known = tuple(SenderState(*each) for each in senders)
+        updates = replace(NOTHING, senders=known, variable_sets=sets, calls=calls)
+        self._ledger.restore(updates, decode)
 
 
 def gradient_of(
@@ -570,15 +578,8 @@ def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
     return request.peer.client, request.message.accumulator, request.message.take
 
 
-def pack_accumulators(
-    definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> tuple[tuple[bytes, int], ...]:
-    """Return how a snapshot keeps what accumulators are, and their steps."""
-    return tuple((encode(definition), step) for definition, step in definitions)
-
-
 def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
-    """Return what ``pack_accumulators`` packed.
+    """Return what ``Accumulators.packed`` has returned.
 
     Raises:
         CheckpointCorrupt: It is no such thing.

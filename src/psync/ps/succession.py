@@ -92,7 +92,7 @@ class Succession:
         if not attach.keep:
             if before is not None:
                 before.cancel()
-            self.former.drop()
+            self.former.drop(last.store)
             self.former.lineage = attach.coordinator
         else:
 
@@ -125,7 +125,7 @@ class Succession:
         Another process serves it, or this is a snapshot that others may not have taken yet, or a
         synchronous step is applied here and not everywhere.
         """
-        self.former.drop()
+        self.former.drop(self._ps.services.store)
         self.former.lineage = 0
 
     async def close(self) -> None:
@@ -142,7 +142,7 @@ class Succession:
         self.former.adopt(orders, services.store)
         services.updates.counted()
         if message.last:
-            self.former.drop()
+            self.former.drop(services.store)
         if message.lineage:
             self.former.lineage = message.lineage
         request.answer(Done(), [to_json(self.former.describe())])

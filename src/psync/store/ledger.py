@@ -40,7 +40,7 @@ final, and not kept. What remains is one small record per task that ever sent an
 A ledger that ``restore`` has made of the ``snapshot`` of another one gives the same verdicts: to a
 message that was answered, and to the call of another run. Updates of conditional accumulators are
 left out, since snapshots omit the contents of these: a closure that runs again accumulates again. A
-backup, which has the contents, gets these updates by ``gradients``. The other parts of an update
+backup, which has the contents, gets a snapshot of these updates, too. The other parts of an update
 (``others``) are left out too: a cut has all of them or none. Counters start at 0.
 """
 
@@ -66,9 +66,6 @@ STEP = "a synchronous step"
 
 CALL = "a call"
 """Likewise: that of (CALL, closure, ordinal)."""
-
-GradientCall = tuple[int, int, bytes, str]
-"""That a conditional accumulator has counted: (closure, ordinal, what was called, accumulator)."""
 
 A = TypeVar("A")
 
@@ -354,19 +351,22 @@ class Ledger:
 
     # What is remembered, as plain data.
 
-    def snapshot(self, pack: Callable[[object], bytes | None]) -> SnapshotState:
+    def snapshot(
+        self, pack: Callable[[object], bytes | None], kind: type[int | bytes] = int
+    ) -> SnapshotState:
         """Return what this remembers, at a position at which nothing is being computed.
 
         Args:
             pack: Makes bytes of an answer; None: that message is left out.
+            kind: Of the variable sets whose calls are wanted: those of accumulators are bytes.
         """
-        sets: dict[tuple[int, tuple[str, ...]], int] = {}
+        sets: dict[tuple[Any, tuple[str, ...]], int] = {}
         calls, parts = [], []
         failures = [(STEP, *key, raised) for key, raised in self.step_failures.items()]
         for closure, ordinal, applied in self._applied():
             if applied.failure is not None:
                 failures.append((CALL, closure, ordinal, applied.failure))
-            if isinstance(applied.variable_set, int):  # else it is an accumulator's
+            if isinstance(applied.variable_set, kind):
                 known = applied.variable_set, tuple(applied.variables)
                 calls.append((closure, ordinal, sets.setdefault(known, len(sets))))
                 if applied.parts > 1:
@@ -391,20 +391,27 @@ class Ledger:
         )  # fmt: skip
 
     def restore(self, state: SnapshotState, unpack: Callable[[bytes], object]) -> None:
-        """Remember, in place of nothing, what another ledger did.
+        """Remember what another ledger did.
 
         Args:
-            state: ``snapshot`` of the other one.
+            state: ``snapshot`` of the other one; that of another kind may have come before.
             unpack: Makes answers of what its ``pack`` has returned.
         """
         for sender in state.senders:
-            self._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
+            client, known = (sender.task, sender.incarnation), _Sender(*sender[1:3])
+            messages = self._senders.setdefault(sender.task, known).messages
             for sequence, call, packed in sender.answers:
-                self._remember(sender.task, sequence, call, unpack(packed))
+                messages[sequence] = Ticket(
+                    client, sequence, call and (call[0], call[1]), True, recorded=True,
+                    answer=unpack(packed),
+                )  # fmt: skip
         parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
         for closure, ordinal, place in state.calls:
-            count = parts.get((closure, ordinal), 1)
-            self._remember_call((closure, ordinal), *state.variable_sets[place], count)
+            others = ((),) * (parts.get((closure, ordinal), 1) - 1)
+            what, names = state.variable_sets[place]
+            self._closures.setdefault(closure, {})[ordinal] = Ticket(
+                ("", 0), 0, (closure, ordinal), True, what, names, others, recorded=True
+            )
         for task, number, place, failure in state.failures:
             if task == STEP:
                 self.step_failures[number, place] = failure
@@ -415,41 +422,8 @@ class Ledger:
             )
             if failed is not None:
                 failed.failure = failure
-        self.final_below(state.final_below, state.kept)
-
-    def gradients(
-        self, pack: Callable[[object], bytes | None]
-    ) -> tuple[Sequence[SenderState], list[GradientCall]]:
-        """Return what ``snapshot`` leaves out: answers of conditional accumulators, their calls.
-
-        Args:
-            pack: Makes bytes of an answer; None: it is not that of an accumulator.
-        """
-        calls = [
-            (closure, ordinal, applied.variable_set, applied.variables[0])
-            for closure, ordinal, applied in self._applied()
-            if isinstance(applied.variable_set, bytes)
-        ]
-        return self.snapshot(pack).senders, calls
-
-    def note_gradients(
-        self,
-        senders: Iterable[Sequence[Any]],
-        calls: Iterable[GradientCall],
-        unpack: Callable[[bytes], object],
-    ) -> None:
-        """Remember what ``gradients`` of another ledger has returned, after its ``snapshot``.
-
-        Args:
-            senders: The answers to each.
-            calls: The calls.
-            unpack: Makes answers of what its ``pack`` has returned.
-        """
-        for task, _, _, answers in senders:
-            for sequence, call, packed in answers:
-                self._remember(task, sequence, call and (*call,), unpack(packed))
-        for closure, ordinal, what, accumulator in calls:
-            self._remember_call((closure, ordinal), what, (accumulator,))
+        if state.final_below:
+            self.final_below(state.final_below, state.kept)
 
     def control(self, pack: Callable[[Any], bytes]) -> list[Any]:
         """Return all that verdicts depend on, in an order of its own, for a digest."""
@@ -467,22 +441,15 @@ class Ledger:
         Args:
             coordinator: Incarnation of the coordinator that this has served.
         """
-        calls = [
-            (closure, ordinal, applied.parts)
-            for closure, ordinal, applied in self._applied()
-            if applied.parts > 1
-        ]
-        acked, messages = [], []
-        for task, sender in self._senders.items():
-            acked.append((task, sender.incarnation, sender.acked_below))
-            for sequence, message in sender.messages.items():
-                if message.call is None:
-                    others = tuple((ps, number) for ps, number in message.spread)
-                    messages.append((task, sender.incarnation, sequence, others))
-        return HeldUpdates(
-            coordinator, self.final.below, tuple(calls), tuple(acked), tuple(messages),
-            tuple(self.final.listed()),
-        )  # fmt: skip
+        state = self.snapshot(lambda _: None)
+        messages = tuple(
+            (*message.client, sequence, tuple((ps, number) for ps, number in message.spread))
+            for sender in self._senders.values()
+            for sequence, message in sender.messages.items()
+            if message.call is None
+        )
+        acked = tuple(sender[:3] for sender in state.senders)
+        return HeldUpdates(coordinator, state.final_below, state.parts, acked, messages, state.kept)
 
     def _applied(self) -> list[tuple[int, int, Ticket]]:
         """Return (closure, ordinal, its first update) of all calls."""
@@ -491,18 +458,6 @@ class Ledger:
             for closure, by_ordinal in self._closures.items()
             for ordinal, ticket in by_ordinal.items()
         ]
-
-    def _remember(self, task: str, sequence: int, call: Call | None, answer: object) -> None:
-        sender = self._senders[task]
-        client = task, sender.incarnation
-        ticket = Ticket(client, sequence, call, True, recorded=True, answer=answer)
-        sender.messages[sequence] = ticket
-
-    def _remember_call(
-        self, call: Call, what: int | bytes, names: Sequence[str], parts: int = 1
-    ) -> None:
-        ticket = Ticket(("", 0), 0, call, True, what, names, ((),) * (parts - 1), recorded=True)
-        self._closures.setdefault(call[0], {})[call[1]] = ticket
 
     def _seen(self, client: Client, sequence: int, message: Ticket, call: Call | None) -> Ticket:
         if message.call != call:

@@ -25,20 +25,20 @@ everywhere. "Never created" and "lost" are told apart by this: the first is crea
 an AttachError.
 
 On a ps (``FormerStore``), shards and optimizers move as they are, with their blocks, slots and
-steps: nothing is copied. A shard may be adopted before the optimizers whose slots lie beside it;
-these slots wait.
+steps: nothing is copied. A shard may be adopted before the optimizers whose slots it has; these
+slots wait.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from psync.errors import AttachError, PartitionError, UnknownVariableError, UsageError
-from psync.numerics.memory import BlockArray
+from psync.errors import AttachError, PartitionError
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.ledger import HeldUpdates, Ledger
 from psync.store.shards import Optimizer
@@ -48,9 +48,6 @@ from psync.store.untrusted_json import Text, Whole
 from psync.store.work import Shard
 from psync.wire.closure_numbers import Finality, call_of
 
-Place = tuple[Text, Whole]
-"""A shard: (name of the variable, index of the shard)."""
-
 Identity = tuple[Whole, Whole]
 """An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
 
@@ -58,12 +55,11 @@ BACK = "pass attach=False to start again from the last checkpoint"
 
 
 class HeldOptimizer(NamedTuple):
-    """An optimizer that nobody has adopted."""
+    """An optimizer that nobody has adopted, and with which something would be lost."""
 
     identity: Identity
     config: dict[str, Any]
     learning_rate: dict[str, Any]  # config of the schedule that it has now
-    was_used: bool  # anything would be lost with it
 
 
 class Holding(NamedTuple):
@@ -76,24 +72,19 @@ class Holding(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What one ps is to do with what it holds; all of it or nothing."""
+    """What all ps tasks are to do, each with what it holds of it."""
 
-    shards: tuple[
-        tuple[Text, Whole, Whole], ...
-    ] = ()  # (name, index, id of the variable from now on)
-    dropped: tuple[Place, ...] = ()
-    optimizers: tuple[tuple[Whole, Whole, Whole], ...] = ()  # (*identity, number from now on)
+    adopted: tuple[tuple[Text, Whole], ...] = ()  # (name, id of the variable from now on)
+    dropped: tuple[Text, ...] = ()  # names of variables
+    optimizers: tuple[tuple[Identity, Whole], ...] = ()  # (identity, number from now on)
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What follows from a comparison."""
 
-    orders: list[Orders]  # for each ps
-    adopted: list[VariableSpec] = field(default_factory=list)
-    missing: list[VariableSpec] = field(default_factory=list)  # that are to be created
-    extra: list[str] = field(default_factory=list)  # names of variables that will be dropped
-    optimizers: dict[Identity, int] = field(default_factory=dict)  # adopted: number from now on
+    orders: Orders
+    missing: list[VariableSpec]  # that are to be created
+    extra: list[str]  # names of variables that will be dropped
 
 
 class Adoption:
@@ -107,16 +98,16 @@ class Adoption:
     """
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
-        self._num_ps = len(holdings)
-        self._shards: dict[str, list[tuple[int, ShardSpec]]] = defaultdict(list)
-        # By ps, as that knows it. Where it was not used, it may be as it was made.
-        self._optimizers: dict[Identity, dict[int, HeldOptimizer]] = defaultdict(dict)
+        self._shards: dict[str, list[ShardSpec]] = defaultdict(list)
+        self._optimizers: dict[Identity, HeldOptimizer] = {}
+        self._users: dict[Identity, list[int]] = defaultdict(list)  # the ps tasks that hold it
         _check_lives(holdings)
         for ps, holding in enumerate(holdings):
             for shard in holding.shards:
-                self._shards[shard.variable].append((ps, shard))
+                self._shards[shard.variable].append(shard)
             for optimizer in holding.optimizers:
-                self._optimizers[optimizer.identity][ps] = optimizer
+                self._optimizers[optimizer.identity] = optimizer
+                self._users[optimizer.identity].append(ps)
 
     @property
     def is_empty(self) -> bool:
@@ -125,11 +116,7 @@ class Adoption:
 
     def rate_of(self, identity: Identity) -> Mapping[str, Any]:
         """Return the learning rate that an optimizer has now, as the config of a schedule."""
-        *_, held = self._used(identity).values()
-        return held.learning_rate
-
-    def _used(self, identity: Identity) -> dict[int, HeldOptimizer]:
-        return {ps: held for ps, held in self._optimizers[identity].items() if held.was_used}
+        return self._optimizers[identity].learning_rate
 
     def compare(
         self,
@@ -148,24 +135,19 @@ class Adoption:
         Raises:
             AttachError: Something does not fit; names all of it.
         """
-        decision = Decision([])
         misfits: list[str] = []
-        shards: list[list[tuple[str, int, int]]] = [[] for _ in range(self._num_ps)]
-        dropped: list[list[Place]] = [[] for _ in range(self._num_ps)]
+        adopted, dropped, missing = list[tuple[str, int]](), list[str](), list[VariableSpec]()
         for spec in declared:
             held = self._shards.get(spec.name, [])
-            fits = [_fits(each, spec.shards) for each in held]
-            if not all(fits):
+            if not {replace(each, variable_id=spec.variable_id) for each in held} <= {*spec.shards}:
                 misfits.append(f"{_declared(spec)}; the ps tasks hold {_held(held)}")
             elif len(held) == len(spec.shards):
-                decision.adopted.append(spec)
-                for ps, shard in held:
-                    shards[ps].append((spec.name, shard.index, spec.variable_id))
+                adopted.append((spec.name, spec.variable_id))
             else:
-                decision.missing.append(spec)
-                for ps, shard in held:
-                    dropped[ps].append((shard.variable, shard.index))
-        decision.optimizers = self._match(optimizers, misfits, last=last)
+                missing.append(spec)
+                if held:
+                    dropped.append(spec.name)
+        matched = self._match(optimizers, misfits, last=last)
         if misfits:
             lines = "".join(f"\n  {misfit}" for misfit in misfits)
             raise AttachError(
@@ -173,44 +155,30 @@ class Adoption:
                 f"changed:{lines}",
                 hint=f"declare the same variables as the previous program; or {BACK}",
             )
-        if last:
-            decision.extra = sorted(self._shards.keys() - {spec.name for spec in declared})
-        times = Counter(decision.optimizers.values())
-        for ps in range(self._num_ps):
-            numbers = tuple(
-                (*identity, number)
-                for identity, number in decision.optimizers.items()
-                if ps in self._used(identity)
-                or (times[number] == 1 and ps in self._optimizers[identity])
-            )
-            decision.orders.append(Orders(tuple(shards[ps]), tuple(dropped[ps]), numbers))
-        return decision
+        orders = Orders(tuple(adopted), tuple(dropped), tuple(matched.items()))
+        extra = self._shards.keys() - {spec.name for spec in declared} if last else ()
+        return Decision(orders, missing, sorted(extra))
 
-    def done(self, decision: Decision) -> None:
-        """All ps tasks have done what was decided."""
-        known = [spec.name for spec in (*decision.adopted, *decision.missing)]
-        for name in known + decision.extra:
-            self._shards.pop(name, None)
-        for identity in decision.optimizers:
+    def done(self, orders: Orders) -> None:
+        """All ps tasks have done this; what is left at last is no more."""
+        for name in (*dict(orders.adopted), *orders.dropped):
+            del self._shards[name]
+        for identity, _ in orders.optimizers:
             del self._optimizers[identity]
 
     def _match(
         self, optimizers: Sequence[NewOptimizer], misfits: list[str], *, last: bool
     ) -> dict[Identity, int]:
         """Return which optimizer is which; what is left is a misfit, at last."""
-        groups: dict[str, tuple[list[HeldOptimizer], list[NewOptimizer]]] = {}
-        for identity in self._optimizers:
-            if used := self._used(identity):
-                *_, held = used.values()
-                groups.setdefault(_key(held.config), ([], []))[0].append(held)
-        for new in optimizers:
-            if (group := groups.get(_key(new.config))) is not None:
-                group[1].append(new)
+        groups: dict[str, list[HeldOptimizer]] = defaultdict(list)
+        for held in self._optimizers.values():
+            groups[_key(held.config)].append(held)
         matched: dict[Identity, int] = {}
-        for olds, news in groups.values():
-            by_number: dict[int, list[HeldOptimizer]] = {}
+        for key, olds in groups.items():
+            news = [new for new in optimizers if _key(new.config) == key]
+            by_number: dict[int, list[HeldOptimizer]] = defaultdict(list)
             for held in olds:
-                by_number.setdefault(held.identity[1], []).append(held)
+                by_number[held.identity[1]].append(held)
             if len(news) == 1 and self._are_one(olds):
                 matched.update({held.identity: news[0].number for held in olds})
             elif by_number.keys() == {new.number for new in news} and all(
@@ -223,7 +191,7 @@ class Adoption:
 
     def _are_one(self, olds: Sequence[HeldOptimizer]) -> bool:
         """Whether these are one optimizer, which some ps tasks had adopted when a program died."""
-        users = [ps for held in olds for ps in self._used(held.identity)]
+        users = [ps for held in olds for ps in self._users[held.identity]]
         lineages = {held.identity[0] for held in olds}
         return len(olds) == 1 or (len(users) == len(set(users)) and len(lineages) == len(olds))
 
@@ -304,25 +272,15 @@ def _check_lives(holdings: Sequence[Holding]) -> None:
         )
 
 
-def _fits(held: tuple[int, ShardSpec], shards: Sequence[ShardSpec]) -> bool:
-    ps, shard = held
-    if not 0 <= shard.index < len(shards):
-        return False
-    spec = shards[shard.index]
-    return (ps, shard.offset, shard.shape, shard.dtype) == (
-        spec.ps, spec.offset, spec.shape, spec.dtype,
-    )  # fmt: skip
-
-
 def _declared(spec: VariableSpec) -> str:
     places = ", ".join(f"{shard.shape} on ps {shard.ps}" for shard in spec.shards[:4])
     more = ", …" if len(spec.shards) > 4 else ""
     return f'variable "{spec.name}" declared at {spec.declared_at}: {spec.dtype} {places}{more}'
 
 
-def _held(held: Sequence[tuple[int, ShardSpec]]) -> str:
-    ordered = sorted(held, key=lambda each: each[1].index)
-    places = ", ".join(f"{shard.dtype} {shard.shape} on ps {ps}" for ps, shard in ordered[:4])
+def _held(held: Sequence[ShardSpec]) -> str:
+    ordered = sorted(held, key=lambda shard: shard.index)
+    places = ", ".join(f"{shard.dtype} {shard.shape} on ps {shard.ps}" for shard in ordered[:4])
     return places + (", …" if len(ordered) > 4 else "")
 
 
@@ -352,6 +310,9 @@ def _key(config: Mapping[str, Any]) -> str:
 class FormerStore:
     """What nobody has adopted yet. Single owner; never blocks.
 
+    An optimizer that nobody has adopted has a number below 0 here. Shards have its slots and counts
+    under that, whether they are adopted or not.
+
     Args:
         task: Name of the ps, for messages.
     """
@@ -359,13 +320,9 @@ class FormerStore:
     def __init__(self, task: str) -> None:
         self.lineage = 0  # of what is held here and in the store; see ``reattach``
         self._task = task
-        self._shards: dict[Place, Shard] = {}
-        self._adopted: dict[Place, Shard] = {}
-        # Of both, for optimizers that are not adopted.
-        self._slots: dict[tuple[Place, Identity, str], BlockArray] = {}
-        self._pushes: dict[tuple[Place, Identity], int] = {}  # that are accumulated
-        self._optimizers: dict[Identity, Optimizer] = {}
-        self._numbers: dict[Identity, int] = {}  # of those that were adopted
+        self._shards: dict[tuple[str, int], Shard] = {}  # by variable and index
+        self._optimizers: dict[int, tuple[Identity, Optimizer]] = {}
+        self._numbers = itertools.count(-1, -1)
         self._updates: dict[int, HeldUpdates] = {}  # by the incarnation of their coordinator
 
     def take(self, store: ShardStore, ledger: Ledger, lineage: int) -> None:
@@ -377,36 +334,25 @@ class FormerStore:
             lineage: Incarnation of the coordinator under which its optimizers had their numbers.
         """
         shards, optimizers = store.release()
-        self._numbers.clear()
-        self._adopted.clear()
         if lineage:  # else there was none
             self._updates[lineage] = ledger.held_updates(lineage)
-        used = {number for shard in shards for number, _ in shard.slots}
+        self._shards.update({(each.spec.variable, each.spec.index): each for each in shards})
+        with_slots = {number for shard in shards for number, _ in shard.slots}
+        aside = {}
         for number, optimizer in optimizers.items():
-            # Of one that is known here by hearsay alone, since its adoption had not come so far,
-            # the real one waits, and the others tell their counts again.
-            if number in used or not optimizer.count.is_hearsay or not optimizer.count.elsewhere:
-                self._optimizers[lineage, number] = optimizer
-        for shard in shards:
-            place = (shard.spec.variable, shard.spec.index)
-            self._shards[place] = shard
-            for (number, name), slot in shard.slots.items():
-                self._slots[place, (lineage, number), name] = slot
-            for number, count in shard.pushes.items():
-                self._pushes[place, (lineage, number)] = count
-            shard.slots, shard.pushes = {}, {}
+            if number in with_slots or _was_used(optimizer):
+                aside[number] = next(self._numbers)
+                self._optimizers[aside[number]] = (lineage, number), optimizer
+        _renumber(self._shards.values(), aside)
 
     def describe(self) -> Holding:
         """Return what is here."""
-        with_slots = {at[1] for at in (*self._slots, *self._pushes)}
-        held = []
-        for identity, each in self._optimizers.items():
-            rate = each.rule.learning_rate.to_config()
-            was_set = rate != each.config.get("learning_rate")
-            was_used = each.count.known > 0 or was_set or identity in with_slots
-            held.append(HeldOptimizer(identity, each.config, rate, was_used))
+        optimizers = tuple(
+            HeldOptimizer(identity, each.config, each.rule.learning_rate.to_config())
+            for identity, each in self._optimizers.values()
+        )
         shards = tuple(shard.spec for shard in self._shards.values())
-        return Holding(self.lineage, shards, tuple(held), tuple(self._updates.values()))
+        return Holding(self.lineage, shards, optimizers, tuple(self._updates.values()))
 
     def adopt(self, orders: Orders, store: ShardStore) -> None:
         """Do what was decided, all of it or nothing; what was done before changes nothing.
@@ -416,61 +362,57 @@ class FormerStore:
             store: Gets what is adopted.
 
         Raises:
-            UnknownVariableError: A shard is not here.
             PartitionError: The program has another variable of that number already.
-            UsageError: An optimizer is not here.
         """
-        self._check(orders, store)
-        for place in orders.dropped:
-            self._shards.pop(place, None)
-        dropped = set(orders.dropped)
-        self._slots = {at: slot for at, slot in self._slots.items() if at[0] not in dropped}
-        self._pushes = {at: count for at, count in self._pushes.items() if at[0] not in dropped}
-        for name, index, variable_id in orders.shards:
-            shard = self._shards.pop((name, index), None)
-            if shard is not None:
-                shard.spec = replace(shard.spec, variable_id=variable_id)
+        adopted, numbers = dict(orders.adopted), dict(orders.optimizers)
+        for name, index in self._shards:
+            key = adopted.get(name, -1), index
+            if key in store.shards():
+                raise PartitionError(
+                    f'{self._task} cannot adopt shard {index} of "{name}" as variable {key[0]}, '
+                    f'which is "{store.spec(key).variable}"'
+                )
+        for place in [each for each in self._shards if each[0] in {*adopted, *orders.dropped}]:
+            shard = self._shards.pop(place)
+            if place[0] in adopted:
+                shard.spec = replace(shard.spec, variable_id=adopted[place[0]])
                 store.take_up(shard)
-                self._adopted[name, index] = shard
-        for lineage, old, new in orders.optimizers:
-            optimizer = self._optimizers.pop((lineage, old), None)
-            if optimizer is not None:
-                store.take_up_optimizer(new, optimizer)
-                self._numbers[lineage, old] = new
-        adopted, numbers = self._adopted, self._numbers
-        for at in [at for at in self._slots if at[0] in adopted and at[1] in numbers]:
-            place, identity, name = at
-            adopted[place].slots[numbers[identity], name] = self._slots.pop(at)
-        for each in [at for at in self._pushes if at[0] in adopted and at[1] in numbers]:
-            place, identity = each
-            adopted[place].pushes[numbers[identity]] = self._pushes.pop(each)
+        found = {}
+        for aside, (identity, optimizer) in self._optimizers.items():
+            if identity in numbers:
+                found[aside] = numbers[identity]
+                store.take_up_optimizer(numbers[identity], optimizer)
+        for aside in found:
+            del self._optimizers[aside]
+        _renumber((*self._shards.values(), *store.shards().values()), found)
 
-    def drop(self) -> None:
-        """Drop all that is here."""
+    def drop(self, store: ShardStore) -> None:
+        """Drop all that is here, and what the shards of the store have of it."""
+        for shard in store.shards().values():
+            shard.slots = {at: slot for at, slot in shard.slots.items() if at[0] >= 0}
+            shard.pushes = {number: each for number, each in shard.pushes.items() if number >= 0}
         self._shards.clear()
-        self._slots.clear()
-        self._pushes.clear()
-        self._adopted.clear()
         self._optimizers.clear()
         self._updates.clear()
 
-    def _check(self, orders: Orders, store: ShardStore) -> None:
-        names = {key: store.spec(key).variable for key in store.keys()}
-        for name, index, variable_id in orders.shards:
-            there = names.get((variable_id, index))
-            if (name, index) in self._shards:
-                if there is not None:
-                    raise PartitionError(
-                        f'{self._task} cannot adopt shard {index} of "{name}" as variable '
-                        f'{variable_id}, which is "{there}"'
-                    )
-            elif there != name:
-                raise UnknownVariableError(
-                    f'{self._task} holds no shard {index} of a variable "{name}" that could be '
-                    "adopted"
-                )
-        for lineage, old, new in orders.optimizers:
-            if (lineage, old) not in self._optimizers and self._numbers.get((lineage, old)) != new:
-                raise UsageError(
-                    f"{self._task} knows no optimizer {old} of {lineage} that could be adopted"
-                )
+
+def _was_used(optimizer: Optimizer) -> bool:
+    """Return whether anything would be lost with an optimizer, beside slots.
+
+    Of one that is known here by hearsay alone, since its adoption had not come so far, the real one
+    waits, and the others tell their counts again.
+    """
+    count = optimizer.count
+    if count.is_hearsay and count.elsewhere:
+        return False
+    rate = optimizer.rule.learning_rate.to_config()
+    return count.known > 0 or rate != optimizer.config.get("learning_rate")
+
+
+def _renumber(shards: Iterable[Shard], numbers: Mapping[int, int]) -> None:
+    """Let optimizers have other numbers in all that shards have of them."""
+    for shard in shards:
+        for old, name in [at for at in shard.slots if at[0] in numbers]:
+            shard.slots[numbers[old], name] = shard.slots.pop((old, name))
+        for old in numbers.keys() & shard.pushes.keys():
+            shard.pushes[numbers[old]] = shard.pushes.pop(old)

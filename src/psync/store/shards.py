@@ -170,11 +170,7 @@ class ShardTable:
             self.create(spec)  # raises if it is another one
             return DONE
         original = self._idle(source)
-        if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
-            raise PartitionError(
-                f"{spec} on {self.task}: expected {described(original.spec)}, as "
-                f"{original.spec} has, got {described(spec)}"
-            )
+        self._check_alike(spec, original.spec)
         self.create(spec)
         shard = self._shards[spec.key]
         held = original.values.export()[::-1]  # one view of each block, the first at the end
@@ -460,6 +456,13 @@ class ShardTable:
                 shard.slots[optimizer_id, name] = slot
             slots.append(slot)
         return slots
+
+    def _check_alike(self, spec: ShardSpec, other: ShardSpec, relation: str = "") -> None:
+        if (spec.shape, spec.dtype) != (other.shape, other.dtype):
+            raise PartitionError(
+                f"{spec} on {self.task}: expected {described(other)}, as {other} has{relation}, "
+                f"got {described(spec)}"
+            )
 
     def _check_optimizable(self, shard: Shard) -> None:
         try:

@@ -136,7 +136,8 @@ def freeze(store: ShardStore, state: SnapshotState) -> Frozen:
             ShardSnapshot(
                 variable=spec.variable, id=spec.variable_id, index=spec.index, offset=spec.offset,
                 shape=spec.shape, dtype=spec.dtype, ps=spec.ps, version=shard.version,
-                fill=fills[0][2], slots=tuple(fills[1:]), pushes=tuple(shard.pushes.items()),
+                fill=fills[0][2], slots=tuple(fills[1:]),
+                pushes=tuple(each for each in shard.pushes.items() if each[0] >= 0),
             )
         )  # fmt: skip
     optimizers = store.optimizers.items()
@@ -171,7 +172,8 @@ def settling(store: ShardStore) -> Iterator[None]:
 def _arrays_of(shard: Shard) -> Iterator[tuple[int, str, BlockArray]]:
     yield -1, "", shard.values
     for (optimizer, slot), array in shard.slots.items():
-        yield optimizer, slot, array
+        if optimizer >= 0:  # else nobody has adopted it yet
+            yield optimizer, slot, array
 
 
 def element(fill: float | np.ndarray, dtype: np.dtype) -> bytes:

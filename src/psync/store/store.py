@@ -22,7 +22,7 @@ from typing import Any, Literal, cast, overload
 import msgspec
 import numpy as np
 
-from psync.errors import PartitionError, UsageError, ValueMismatchError
+from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.memory import (
     Arena,
     ArenaArray,
@@ -45,7 +45,7 @@ from psync.numerics.sums import (
 from psync.specs import dtype_of
 from psync.store.push_counts import HOME
 from psync.store.rows import RowTable
-from psync.store.shards import Key, described
+from psync.store.shards import Key
 from psync.store.work import (
     DONE,
     Prepared,
@@ -649,11 +649,7 @@ class ShardStore(RowTable):
         For callers that take several updates whole or not at all.
         """
         shard, other = self._shard(average_key), self._shard(key)
-        if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
-            raise PartitionError(
-                f"{shard.spec} on {self.task}: expected {described(other.spec)}, as {other.spec} "
-                f"has, whose moving average it is, got {described(shard.spec)}"
-            )
+        self._check_alike(shard.spec, other.spec, ", whose moving average it is")
         try:
             sum_dtype(shard.values.dtype)
         except ValueMismatchError:

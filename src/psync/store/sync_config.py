@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from psync.errors import ConfigurationError
 from psync.numerics.rules import flag
@@ -19,8 +19,7 @@ MAX_TOKENS = 1 << 20
 """Most tokens that are put at once, so the highest R and N: they take memory on ps 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncConfig:
+class SyncConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One group: R gradients a step, N replicas, and the rule that applies their mean.
 
     Raises:
@@ -41,7 +40,7 @@ class SyncConfig:
     global_step: tuple[int, int, int]  # (ps, variable id, shard index)
     decay: float = 0.0  # of moving averages
     num_updates: bool = False  # the decay begins low and follows the step
-    averages: tuple[tuple[int, int], ...] = field(default=())  # (variable id, its shadow's id)
+    averages: tuple[tuple[int, int], ...] = ()  # (variable id, its shadow's id)
 
     def __post_init__(self) -> None:
         for each in ("replicas_to_aggregate", "total_num_replicas", "min_replicas"):
@@ -51,14 +50,10 @@ class SyncConfig:
         for each in ("strict", "deterministic", "tensorflow_compat", "num_updates"):
             flag(self.name, each, getattr(self, each))
         self._set("strict", self.strict or self.deterministic)
-        self._set("global_step", _integers(self.global_step, 3, "global_step"))
-        if not isinstance(self.averages, list | tuple):
-            raise ConfigurationError(f"{self.name}: expected pairs as averages")
-        self._set("averages", tuple(_integers(pair, 2, "averages") for pair in self.averages))
         self._check_values()
 
     def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
+        msgspec.structs.force_setattr(self, field, value)
 
     def _check_values(self) -> None:
         needed, total = self.replicas_to_aggregate, self.total_num_replicas
@@ -135,7 +130,7 @@ class SyncConfig:
 
     def to_config(self) -> dict[str, Any]:
         """Return it as plain data that msgpack takes."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return msgspec.structs.asdict(self)
 
     @classmethod
     def from_config(cls, config: object) -> SyncConfig:
@@ -144,27 +139,14 @@ class SyncConfig:
         Raises:
             ConfigurationError: It is none.
         """
-        names = {each.name for each in dataclasses.fields(cls)}
-        if not isinstance(config, dict) or config.keys() != names:
+        if not isinstance(config, dict) or config.keys() != {*cls.__struct_fields__}:
             raise ConfigurationError("a synchronous optimizer's configuration lacks fields")
-        for name, kind in (("name", str), ("optimizer", dict)):
-            if type(config[name]) is not kind:
-                raise ConfigurationError(
-                    f"a synchronous optimizer's {name}: got {type(config[name]).__name__}"
-                )
-        return cls(**config)
+        try:
+            return msgspec.convert(config, cls)
+        except msgspec.ValidationError as exc:
+            raise ConfigurationError(f"a synchronous optimizer's configuration: {exc}") from exc
 
 
 def whole_number(name: str, argument: str, value: object) -> int:
     """Return a whole number. Raises ConfigurationError if it is none."""
     return checked_integer(f"{name}: expected a whole number as {argument}", value, -(1 << 63))
-
-
-def _integers(values: object, count: int, name: str) -> tuple[Any, ...]:
-    if (
-        not isinstance(values, list | tuple)
-        or len(values) != count
-        or any(type(value) is not int for value in values)
-    ):
-        raise ConfigurationError(f"a synchronous optimizer's {name}: expected {count} integers")
-    return tuple(values)

@@ -72,7 +72,8 @@ class Shard:
     values: BlockArray
     nbytes: int  # of the values; specs compute theirs at each look
     row_size: int  # elements of a row; -1: a scalar, which has no rows
-    slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)  # by optimizer, name
+    # By optimizer, below 0 if nobody has adopted it (see ``reattach``), and name.
+    slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)
     pushes: dict[int, int] = field(default_factory=dict)  # by optimizer, if it accumulates them
     version: int = 0  # finished updates
     busy: bool = False  # an update is under way
@@ -287,10 +288,10 @@ class ShardUpdate:
 
         return Prepared(compute, lambda: self._commit([sums], i, [target]))
 
-    def _applied(self, i: int) -> Prepared:
+    def _applied(self, i: int, *, apart: bool = False) -> Prepared:
         """Prepare to apply the rule to a block; its sum is 0 then."""
         changed = self.arrays if self.sums is None else [*self.arrays, self.sums]
-        targets = [array.writable(i, self.pool) for array in changed]
+        targets = [array.writable(i, self.pool, apart=apart) for array in changed]
         param, *slots = [array.block(i).array for array in self.arrays]
         gradient_of, ratio = self._gradient_of(i), self.ratio
 
@@ -306,26 +307,18 @@ class ShardUpdate:
 
     def _applying_apart(self) -> Iterator[None]:
         """Apply the rule to all blocks, and then change them: nothing is changed if it raises."""
-        apart: list[list[Block]] = []
+        blocks = []
         for i in range(self.arrays[0].num_blocks):
-            gradient = self._gradient_of(i)(self.space)
-            targets = [array.writable(i, self.pool, apart=True) for array in self.arrays]
-            param, *slots = [array.block(i).array for array in self.arrays]
-            target, *outs = [each.array for each in targets]
+            block = self._applied(i, apart=True)
             try:
-                part = param, gradient, slots, target, outs
-                self.rule.apply([part], self.step, self.space.rules)
+                block.compute(self.space)
             except RuleRaised as exc:
                 self.raised = exc
                 return
-            apart.append(targets)
+            blocks.append(block)
             yield
-        for i, targets in enumerate(apart):
-            self._commit(self.arrays, i, targets)
-            if self.sums is not None:
-                empty = self.sums.writable(i, self.pool)
-                empty.array.fill(0)
-                self._commit([self.sums], i, [empty])
+        for block in blocks:
+            block.commit()
 
     def _commit(self, arrays: Sequence[BlockArray], i: int, targets: Sequence[Block]) -> None:
         for array, target in zip(arrays, targets, strict=True):

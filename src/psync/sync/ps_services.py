@@ -34,7 +34,7 @@ from psync.backups.primary import BackupService, Live, PsProcess, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.connection import Handler, Request
-from psync.ps.accumulators import Accumulators, pack_accumulators, unpack_accumulators
+from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
@@ -127,8 +127,7 @@ class PsServices:
         self.sync = parts.of(PsSync)(platform, *served, plans, serves=serves)
         for number, raw in state.groups:
             self.sync.known(number, raw)
-        accumulators = unpack_accumulators(state.accumulators)
-        self.accumulators = Accumulators(task, work, ledger, executor, accumulators)
+        self.accumulators = Accumulators(task, work, ledger, executor, state.accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -302,7 +301,7 @@ class PsServices:
         steps = None if self.closer is None else self.closer.steps
         state = replace(
             self.ledger.snapshot(pack_answer),
-            accumulators=pack_accumulators(self.accumulators.definitions()),
+            accumulators=self.accumulators.packed(),
             groups=tuple(self.sync.raw_configs().items()),
             counted=() if steps is None else tuple(steps.calls()),
             pending=() if steps is None else tuple(steps.pending_closures()),
@@ -317,15 +316,9 @@ class PsServices:
         state = loaded.state
         for number, optimizer in self.store.optimizers.items():
             loaded.store.define_optimizer(number, optimizer.config)
-        accumulators = {each.name: (each, 0) for each, _ in self.accumulators.definitions()}
-        for definition, step in unpack_accumulators(state.accumulators):
-            accumulators[definition.name] = definition, step
+        accumulators = *((each, 0) for each, _ in self.accumulators.packed()), *state.accumulators
         groups = {**self.sync.raw_configs(), **dict(state.groups)}
-        loaded.state = replace(
-            state,
-            accumulators=pack_accumulators(accumulators.values()),
-            groups=tuple(groups.items()),
-        )
+        loaded.state = replace(state, accumulators=accumulators, groups=tuple(groups.items()))
         return loaded
 
     # Synchronous steps, see ``backups.primary``.

@@ -5,7 +5,7 @@ They stand by the pair of tasks that exchange them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import field
 
@@ -785,19 +785,30 @@ class AskServed(Message, code=6):
     ends: bool = False  # all ps tasks are attached: what earlier coordinators have left here ends
 
 
+class Primary(NamedTuple):
+    """One that serves a ps."""
+
+    ps: int
+    address: str  # where it listens; "": at the address of its process
+    coordinator: int  # incarnation
+    timeline: int
+    epoch: int  # of the order to serve in another one's place; 0: it was there from the beginning
+    host: int = -1  # in which process the backup is that it waits for; -1: it may go on alone
+    backup: int = 0  # epoch of that
+
+
 class ServedHere(Message, code=7):
     """See AskServed, and ``locate_ps``."""
 
-    # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
-    primaries: list[tuple[int, str, int, int, int, int, int]]
+    primaries: list[Primary]
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
 
 
 class AdoptShards(Message, code=120):
     """Let the present program have what earlier ones have left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Orders`` as JSON. Of the answer: ``reattach.Holding`` as JSON, what nobody
-    has adopted by then.
+    Segment: ``reattach.Orders`` as JSON, the same for all ps tasks. Of the answer:
+    ``reattach.Holding`` as JSON, what nobody has adopted by then.
     """
 
     lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
