@@ -35,12 +35,11 @@ from psync.store.ledger import Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
-from psync.sync.ps_peers import AllPs
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
-from psync.sync.step_closer import StepCloser
+from psync.sync.step_closer import AllPs, StepCloser
 from psync.sync.steps import Close, Contribution, Group, SyncSteps
 from psync.wire.closure_numbers import first_of
 from psync.wire.codec import Message, decode, encode
