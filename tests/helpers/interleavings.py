@@ -139,7 +139,7 @@ class KnownGroup(step.KnownGroup):
     """It applies nothing, and notes which parts it should."""
 
     takes_norms = spread = False
-    norms = outgoing = broken = None
+    norms = broken = None
     number, touched, answered = GROUP, (), -1
     rule: Any = SimpleNamespace(may_raise=False)
 
@@ -247,7 +247,6 @@ class World:
                 request.over, request.on_given_up = not waiting, request.on_given_up or _nothing
                 known.waits = request, Part(push, 0)
         for close in closer.steps.closing():
-            closer.groups[GROUP].outgoing = close
             closer.groups[GROUP].answered = (closer.staging.step(GROUP) or 0) - 1
             if not closer.pauses:
                 closer.carried.add(GROUP)

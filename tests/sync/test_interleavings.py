@@ -89,7 +89,7 @@ def test_a_ps_says_what_it_holds_itself() -> None:
 
 def notes_what_came(original: Callable[..., Any]) -> Any:
     def took(self: StepCloser, request: Any, part: Any) -> None:
-        calls = self.steps._groups[part.key[0]].counted_calls
+        calls = self.steps.groups[part.key[0]].counted_calls
         calls.setdefault(request.message.closure, {}).setdefault(0, repr(part.key[1:]).encode())
         original(self, request, part)
 

@@ -72,11 +72,8 @@ from psync.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset({Read, LockShards, SetOptimizer})
+NOT_JUDGED = (Read, LockShards, SetOptimizer)
 """What the ledger does not look at, and a process that does not serve its ps must refuse."""
-
-LOGGED = (CreateShards, Fence, FinalBelow, SetOptimizer, TellCounts)
-"""What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
 class PsServices:
@@ -147,13 +144,12 @@ class PsServices:
         self.updates = parts.of(PsUpdates)(
             *served, self.gate, self.pulls, plans, self.sync, process.check_coordinator
         )
-        self.teller: CountTeller | None = None  # None: there is one ps
-        if attach is not None and len(attach.ps_addresses) > 1:
-            self.teller = parts.of(CountTeller)(
-                platform, process.index, self.closer_incarnation, attach.ps_addresses, store, pool
-            )
-            if life is not Life.HOSTED:
-                self._tell_counts()
+        addresses = () if attach is None else attach.ps_addresses
+        self.teller = parts.of(CountTeller)(
+            platform, process.index, self.closer_incarnation, addresses, store, pool
+        )
+        if life is not Life.HOSTED:
+            self._tell_counts()
         self.sections: Sequence[Section] = (self.updates, self.accumulators, self.sync)
         self.backup = BackupService(process, self)
         self.sync.check = self.backup.check_group
@@ -169,10 +165,9 @@ class PsServices:
 
     def _tell_counts(self) -> None:
         """Tell the other ps tasks from now on how many pushes are counted here."""
-        if self.teller is not None:
-            self.updates.counted = self.teller.changed
-            self.updates.num_others = len(self.teller.others)
-            self.teller.begin()
+        self.updates.counted = self.teller.changed
+        self.updates.num_others = len(self.teller.others)
+        self.teller.begin()
 
     @property
     def coordinator(self) -> int:
@@ -193,17 +188,18 @@ class PsServices:
         for service in (self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
         if not self.sync.serves:  # this task has just been started again, or its backup serves
-            for kind in handlers.keys() & NOT_JUDGED:
-                handlers[kind] = Handler(lambda _: self.sync.check_served())
-        # What is copied, or set as a whole, and how updates are computed: between computes.
-        touches: dict[type[Message], Touches] = {
+            handlers |= dict.fromkeys(NOT_JUDGED, Handler(lambda _: self.sync.check_served()))
+        # What changes a ps as soon as it comes, beside what is admitted: entries as they are. What
+        # is copied, or set as a whole, and how updates are computed: between computes.
+        logged: dict[type[Message], Touches | None] = {
             CreateShards: copied_by,
             SetOptimizer: lambda message: (
                 [] if message.step < 0 and message.learning_rate is None else self.store.keys()
             ),
-        }
-        for kind in LOGGED:
-            handlers[kind] = self.executor.logged(handlers[kind], touches.get(kind))
+            Fence: None, FinalBelow: None, TellCounts: None,
+        }  # fmt: skip
+        for kind, touches in logged.items():
+            handlers[kind] = self.executor.logged(handlers[kind], touches)
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
@@ -319,15 +315,12 @@ class PsServices:
     def moved(self, addresses: Sequence[str], moves: int) -> None:
         """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
         assert self.attach is not None, "it is served"
-        known = self.attach.ps_addresses
-        if len(addresses) != len(known):  # of a cluster of another size: these are others
-            return
-        if moves < self.attach.moves:
+        is_other = len(addresses) != len(self.attach.ps_addresses)  # a cluster of another size
+        if is_other or moves < self.attach.moves:
             return
         self.attach = codec.replace(self.attach, ps_addresses=list(addresses), moves=moves)
         self.sync.move(addresses)
-        if self.teller is not None:
-            self.teller.move(addresses)
+        self.teller.move(addresses)
         self._tell_counts()
 
     def _fence(self, request: Request[Fence]) -> Compute | None:
@@ -410,8 +403,7 @@ class PsServices:
         """Do nothing more, as the ps task ends. Cancellation: links to others may be left open."""
         self.backup.end()  # who waited for it hears nothing, and asks whoever takes over
         await self.sync.close()
-        if self.teller is not None:
-            await self.teller.close()
+        await self.teller.close()
 
     def end(
         self, life: Life, timeline: int, patience_s: float | None, torn: Callable[[], None]
@@ -435,8 +427,7 @@ class PsServices:
             reason = "serves an earlier snapshot"
             why = ConnectionLost(f"{task} rolls back to a snapshot")
         self.accumulators.end()
-        if self.teller is not None:
-            self._process.work.to_the_end(self.teller.close())
+        self._process.work.to_the_end(self.teller.close())
         self.locks.close()
         self.gate.close()
         self.sync.replaced(FencedError(f"{task} {reason}"))

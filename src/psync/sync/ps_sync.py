@@ -54,8 +54,8 @@ from psync.store.ledger import Client, Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import Key, ShardStore, Work
 from psync.store.sync_config import SyncConfig
-from psync.sync.staging import PushKey, Staging
-from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, KnownGroup, Part, Step
+from psync.sync.staging import Part, PushKey, Staging
+from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, KnownGroup, Step
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.frames import Segment
@@ -128,7 +128,7 @@ class PsSync:
     read_now: Callable[[ShardSet], Sequence[Segment] | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.staging: Staging[Part] = Staging(self.platform.limits.staging_bytes, self.task)
+        self.staging = Staging(self.platform.limits.staging_bytes, self.task)
         self.reserve: Callable[[PushKey, int, int, SyncConfig], None] = self.staging.reserve
         self.groups: dict[int, KnownGroup] = {}
         self.steps = SyncSteps()
@@ -569,7 +569,7 @@ class PsSync:
         decided = sorted(
             [group, self.staging.step(group), known.spread, known.elsewhere]
             for group, known in self.groups.items()
-            if self.staging.step(group) is not None or known.outgoing is not None
+            if self.staging.step(group) is not None
         )
         return [held, decided, [group for group, known in self.groups.items() if known.broken]]
 

@@ -85,9 +85,9 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.store.step_norms import StepNorms
 from psync.store.sync_config import SyncConfig
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync, Reads
-from psync.sync.staging import PushKey
+from psync.sync.staging import Part, PushKey
 from psync.sync.staleness_service import ClockService
-from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, Part
+from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE
 from psync.sync.steps import Action, Answer, Close, Contribution, Listed, Refuse, Replica, SyncSteps
 from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.frames import Frame
@@ -254,12 +254,13 @@ class StepCloser(PsSync):
         )
 
     def _lacks(self, group: int) -> list[str]:
-        outgoing, lacks = self.groups[group].outgoing, list[str]()
-        if group in self.carried and outgoing is not None:
-            away = sorted(self.all_ps.away[group]) or [0]
-            lacks = [f"/job:ps/task:{ps}, which applies step {outgoing.step}" for ps in away]
-        elif outgoing is not None:
-            lacks = [f"the end of a pause ({', '.join(sorted(self.pauses))})"]
+        lacks = list[str]()
+        for step in [close.step for close in self.steps.closing() if close.group == group]:
+            if group in self.carried:
+                away = sorted(self.all_ps.away.get(group, ())) or [0]
+                lacks = [f"/job:ps/task:{ps}, which applies step {step}" for ps in away]
+            else:
+                lacks = [f"the end of a pause ({', '.join(sorted(self.pauses))})"]
         for (number, (task, _), push), here in self._here.items():
             if number == group and not here.is_over:
                 wanted = (0,) if here.waits is None else here.waits[1].known.others
@@ -291,13 +292,11 @@ class StepCloser(PsSync):
         return await super().live(arrays), self.steps.snapshot()
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
-        """Restore both; steps that are decided are outgoing."""
+        """Restore both."""
         held, rule = state
         await super().restore(held, arrays)
         self.steps.restore(rule, {group: known.config for group, known in self.groups.items()})
         self._clock.note(rule["now"])
-        for close in self.steps.closing():
-            self.groups[close.group].outgoing = close
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes which entry of the log of the one whose backup this is."""
@@ -563,16 +562,15 @@ class StepCloser(PsSync):
         reads: Reads = {}
         for action in actions:
             if type(action) is Close:
-                self.groups[action.group].outgoing = action
                 if not self.pauses:
                     self._carry(action)
                 self._loop.call_soon(self._go_on_without, action.group, action.step)
             elif self.over is not None:
                 continue
             elif type(action) is Answer:
-                known = self.groups[action.group]
-                close = known.outgoing
-                if close is None or known.answered == close.step or action not in close.answers:
+                close = self.steps.groups[action.group].closing
+                answered = self.groups[action.group].answered
+                if close is None or answered == close.step or action not in close.answers:
                     self._answer(action, reads)
             elif type(action) is Refuse:
                 self.fail((action.group, action.replica, action.number), action.error)
@@ -586,11 +584,11 @@ class StepCloser(PsSync):
 
     def _answer_step(self, message: CloseStep) -> None:
         """A step is applied here: answer the pushes of which each ps has a part."""
-        known = self.groups[message.group]
-        if known.outgoing is not None and known.outgoing.step == message.step:
-            known.answered = message.step
+        close = self.steps.groups[message.group].closing
+        if close is not None and close.step == message.step:
+            self.groups[message.group].answered = message.step
             reads: Reads = {}
-            for answer in known.outgoing.answers:
+            for answer in close.answers:
                 self._answer(answer, reads)
 
     def _answer(self, answer: Answer, reads: Reads) -> None:
@@ -631,9 +629,9 @@ class StepCloser(PsSync):
         self.pauses.discard(why)
         self._wanted.discard(why)
         if not self.pauses and self.over is None:
-            for group, known in self.groups.items():
-                if known.outgoing is not None and group not in self.carried:
-                    self._carry(known.outgoing)
+            for close in self.steps.closing():
+                if close.group not in self.carried:
+                    self._carry(close)
         self._carrying.wake()
 
     def _carry(self, close: Close) -> None:
@@ -692,7 +690,7 @@ class StepCloser(PsSync):
 
     def _note_factors(self, message: NormsMeasured) -> None:
         """Execute an entry: a step that is outgoing is to be closed with these factors."""
-        close = self.groups[message.group].outgoing
+        close = self.steps.groups[message.group].closing
         if close is not None and close.step == message.step:
             close.is_measured = True
             close.scales, close.ratios = message.scales, message.ratios
@@ -722,7 +720,6 @@ class StepCloser(PsSync):
         """Execute an entry: a step is outgoing no more."""
         group = message.group
         self.carried.discard(group)
-        self.groups[group].outgoing = None
         if not message.failure:
             self._perform(self.steps.closed(group, message.step))
         else:
