@@ -219,7 +219,10 @@ class PsSync:
         request.token, message = known, request.message
         part = self.part(known, request.peer.client, message, request.segments)
 
-        self.executor.submit(request, message, part.body, partial(self._judge, request, part))
+        def act() -> None:  # the entry is done with that
+            self._judge(request, part)
+
+        self.executor.submit(request, message, part.body, act)
 
     def took(self, request: Request[Update], part: Part) -> None:
         """Take a part that has come in."""
