@@ -161,7 +161,7 @@ class KnownGroup(step.KnownGroup):
 class Others:
     """In place of ``AllPs``: what ps 0 says to ps 1 waits in ``World.down``."""
 
-    addresses = BOTH
+    addresses, own = BOTH, AsIfFrom((CLOSER, 0))
     world: Any
 
     def __init__(self, closer: Any) -> None:
@@ -179,7 +179,7 @@ class Others:
         if not is_alone:
             pushes = [(*push, on) for push, on in zip(message.pushes, parts, strict=True)]
             self.world.down.append(("close", message.step, _hashable(pushes)))
-        self.closer.execute(OwnRequest(AsIfFrom((CLOSER, 0), {}, NONE), message, (), _nothing))
+        self.closer.execute(OwnRequest(self.own, message, (), _nothing))
         if is_alone:
             LOOP.call_soon(then, [], None)
 
@@ -673,7 +673,7 @@ def _waiting(waits: Any) -> tuple[Any, int]:
 LOOP: Any = Loop()
 NONE: Any = None
 PLATFORM: Any = SimpleNamespace(limits=SimpleNamespace(staging_bytes=1 << 40), parts=Parts())
-WORK: Any = SimpleNamespace(is_torn=False, give_up=_raise, to_the_end=None)
+WORK: Any = SimpleNamespace(is_torn=False, give_up=_raise)
 STORE: Any = SimpleNamespace(failures={})  # nothing is applied
 CLOCKS: Any = SimpleNamespace(heeds_groups=False)
 LOCKS: Any = SimpleNamespace(num_exclusive=0, begin=_nothing, end=_nothing)

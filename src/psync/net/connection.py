@@ -106,7 +106,7 @@ Then = Callable[[Frame | Exception], None] | asyncio.Future[Frame]
 Answer = tuple[Message, Sequence[Segment]]
 """A message and its segments."""
 
-Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Future[None]]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Request(Frame, Generic[M]):
@@ -221,7 +221,7 @@ class Request(Frame, Generic[M]):
         if self.on_given_up is not None:
             self.on_given_up(self)
 
-    def _has_run(self, work: Coroutine[Any, Any, None], _: asyncio.Future[None]) -> None:
+    def _has_run(self, work: Coroutine[Any, Any, None], _: asyncio.Task[None]) -> None:
         self.in_coroutine, self.task = False, None
         work.close()  # if the task was cancelled before its first step
         if self.is_held and (self.over or not self.request_id):

@@ -290,14 +290,6 @@ class Step(msgspec.Struct, eq=False):
             return self.store.measure(self.known.number, key, mean, self.optimizer_step, into)
         return self.store.square_mean(key, mean, into)
 
-    def measure_at_once(self, what: str) -> list[ShardSums]:
-        """Do a whole pass; for small shards, none of which is busy."""
-        sums: list[Sums] = []
-        for position in range(len(self.layout.shards)):
-            for _ in self.measure(what, position, sums):
-                pass
-        return self.sums_by_shard(sums)
-
     def sums_by_shard(self, sums: Sequence[Sums]) -> list[ShardSums]:
         """Return what a pass over all shards has measured, with their names."""
         return [(*key, *pair) for key, pair in zip(self.layout.shards, sums, strict=True)]
@@ -307,7 +299,11 @@ class Step(msgspec.Struct, eq=False):
         self.store.check_idle(self.layout.touched)
         first, known = 0, self.known
         for what in self.alone:
-            self.norms.conclude(what, self.measure_at_once(what))
+            sums: list[Sums] = []
+            for position in range(len(self.layout.shards)):
+                for _ in self.measure(what, position, sums):
+                    pass
+            self.norms.conclude(what, self.sums_by_shard(sums))
         if self.plan is not None and self.norms.scales is None and self.norms.ratios is None:
             first = len(self.layout.shards)
             means = Means(self.pushes, self.weights, known.config.reduction)

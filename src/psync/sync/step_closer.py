@@ -77,7 +77,7 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
 )
-from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request
+from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.net.endpoint import Endpoint
 from psync.ps.cooperative_work import Changing
 from psync.ps.executor import LATER, Later
@@ -199,7 +199,6 @@ class StepCloser(PsSync):
 
     Attributes:
         all_ps: The ps tasks, and where they are served.
-        own: From whom ps 0 has what it says to itself.
         carried: Groups of which a step is on its way to every ps.
         pauses: For what nothing is carried.
     """
@@ -212,7 +211,6 @@ class StepCloser(PsSync):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.steps = self.platform.parts.of(SyncSteps)(len(self.attach.ps_addresses) - 1)
-        self.own = AsIfFrom(FROM_CLOSER, spawn=self.work.to_the_end)
         self.all_ps = AllPs(self)
         self.carried: set[int] = set()
         self.pauses = {HOSTED} if self.is_hosted else set()
@@ -643,50 +641,33 @@ class StepCloser(PsSync):
             norms = StepNorms(known.rule)
             passes = norms.passes_together(spread=known.spread)
             if passes:
-                self._measure_all(close, norms, passes)
+                self.all_ps.own.spawn(self._measure_all(close, norms, passes))
                 return
         step = close.group, None, close.step, close.pushes, close.scales, close.ratios
         self.all_ps.tell(CloseStep(*step), close.places, partial(self._ended, close))
 
-    def _measure_all(self, close: Close, norms: StepNorms, passes: list[str]) -> None:
-        """Begin the next round in which every ps measures a step."""
-        step = close.group, None, close.step, close.pushes, *_factors(norms)
-        then = partial(self._measured, close, norms, passes)
-        self.all_ps.tell(CloseStep(*step, passes[0]), close.places, then)
-
-    def _measured(
-        self,
-        close: Close,
-        norms: StepNorms,
-        passes: list[str],
-        answers: list[Message],
-        failed: Exception | None,
-    ) -> None:
-        if failed is None:
-            try:
-                self._conclude(norms, passes, answers)
-            except Exception as exc:
-                failed = exc
-        if failed is not None:
-            self._ended(close, [], failed)
-        elif passes:
-            self._measure_all(close, norms, passes)
-        else:
+    async def _measure_all(self, close: Close, norms: StepNorms, passes: Sequence[str]) -> None:
+        """Let every ps measure a step, and apply it with the factors that follow from that."""
+        try:
+            for what in passes:
+                measured: asyncio.Future[list[Message]] = self._loop.create_future()
+                step = close.group, None, close.step, close.pushes, *_factors(norms), what
+                self.all_ps.tell(CloseStep(*step), close.places, partial(_settle, measured))
+                self._conclude(norms, what, await measured)
             message = NormsMeasured(close.group, close.step, *_factors(norms))
+            await self.executor.run(FROM_CLOSER, message, self._note_factors)
+        except Exception as exc:
+            self._ended(close, [], exc)
+        else:
+            self._carry(close)
 
-            def act() -> None:
-                self._note_factors(message)
-                self._carry(close)
-
-            self._submit(message, act)
-
-    def _conclude(self, norms: StepNorms, passes: list[str], answers: list[Message]) -> None:
+    def _conclude(self, norms: StepNorms, what: str, answers: list[Message]) -> None:
         sums = [
             (variable, index, first, second)
             for each in cast(list[Measured], answers)
             for variable, index, first, second in each.sums
         ]
-        norms.conclude(passes.pop(0), sums)
+        norms.conclude(what, sums)
 
     def _note_factors(self, message: NormsMeasured) -> None:
         """Execute an entry: a step that is outgoing is to be closed with these factors."""
@@ -696,25 +677,24 @@ class StepCloser(PsSync):
             close.scales, close.ratios = message.scales, message.ratios
 
     def _ended(self, close: Close, _: list[Message], failed: Exception | None) -> None:
-        """Every ps has applied a step, or it cannot be."""
+        """Every ps has applied a step, or it cannot be: put that into the log.
+
+        Once that has ended, another one carries the step again.
+        """
         failure = b""
         if failed is not None:
             if not isinstance(failed, PsyncError):
                 failed = PsyncError(f"{type(failed).__name__} while a step was applied: {failed}")
             failure = encode(failure_of(failed))
-            self._is_torn = True
         message = StepApplied(close.group, close.step, failure)
-        self._submit(message, partial(self._note_applied, message))
-
-    def _submit(self, message: NormsMeasured | StepApplied, act: Callable[[], None]) -> None:
-        """Put into the log how far a step is; once that has ended, another one carries it again."""
 
         def dropped(outcome: object) -> None:
             if isinstance(outcome, PsyncError):
-                self.carried.discard(message.group)
+                self.carried.discard(close.group)
                 self._carrying.wake()
 
-        self.executor.submit(OwnRequest(self.own, message, (), dropped), message, (), act)
+        request = OwnRequest(self.all_ps.own, message, (), dropped)
+        self.executor.submit(request, message, (), partial(self._note_applied, message))
 
     def _note_applied(self, message: StepApplied) -> None:
         """Execute an entry: a step is outgoing no more."""
@@ -723,6 +703,7 @@ class StepCloser(PsSync):
         if not message.failure:
             self._perform(self.steps.closed(group, message.step))
         else:
+            self._is_torn = True
             error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
             logger.error(
                 "%s: step %d of group %d cannot be closed: %s",
@@ -733,6 +714,13 @@ class StepCloser(PsSync):
             self._go_on_without(group)
         if self._carrying.waiting:
             self._carrying.wake()
+
+
+def _settle(done: asyncio.Future[Any], answers: object, failed: Exception | None) -> None:
+    if failed is not None:
+        fail(done, failed)
+    elif not done.done():
+        done.set_result(answers)
 
 
 def _factors(norms: StepNorms) -> tuple[Listed, Listed]:
@@ -756,6 +744,7 @@ class AllPs:
 
     Attributes:
         addresses: Where each ps is served.
+        own: From whom ps 0 has what it says to itself.
         following: Ps tasks that have been asked which parts they hold; they tell ``closer.heard``.
         away: By group, the ps tasks that have not answered what they were last told of a step.
     """
@@ -770,6 +759,7 @@ class AllPs:
         self._client: PsClient = platform.parts.of(PsClient)(
             self._endpoint, attach.ps_addresses, pool, attach.ps_timeout_s
         )
+        self.own = AsIfFrom(FROM_CLOSER, spawn=self._endpoint.spawn)
         self.addresses = list(attach.ps_addresses)
         self.following: set[int] = set()
         self.away: dict[int, set[int]] = {}
@@ -798,15 +788,15 @@ class AllPs:
         def done(ps: int, outcome: Any) -> None:
             nonlocal failed
             away.discard(ps)
-            if isinstance(outcome, Exception):
-                failed = failed or outcome
-            else:
+            if isinstance(outcome, tuple):
                 answers.append(outcome[0])
+            else:
+                failed = failed or outcome
             if not away:
                 then(answers, failed)
 
         # It runs to completion, but it may wait for a lock, or in the log.
-        request = OwnRequest(closer.own, message, (), partial(done, 0))
+        request = OwnRequest(self.own, message, (), partial(done, 0))
         try:
             closer.execute(request)
         except Exception as exc:
