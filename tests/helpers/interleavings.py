@@ -166,7 +166,7 @@ class Others:
 
     def __init__(self, closer: Any) -> None:
         self.closer, self.heard = closer, closer.heard
-        self.following: set[int] = set()
+        self.following: dict[int, Any] = {}
 
     def follow(self, _: Any) -> None:
         if not self.world.asks:

@@ -90,7 +90,7 @@ def test_a_ps_says_what_it_holds_itself() -> None:
 def notes_what_came(original: Callable[..., Any]) -> Any:
     def took(self: StepCloser, request: Any, part: Any) -> None:
         calls = self.steps.groups[part.key[0]].counted_calls
-        calls.setdefault(request.message.closure, {}).setdefault(0, repr(part.key[1:]).encode())
+        calls.setdefault((request.message.closure, 0), repr(part.key[1:]).encode())
         original(self, request, part)
 
     return took
@@ -99,7 +99,7 @@ def notes_what_came(original: Callable[..., Any]) -> Any:
 def came_first(_: Callable[..., Any]) -> Any:
     def was_counted(self: Group, push: Any, final: object) -> bool:
         this = repr((push.replica, push.number)).encode()
-        return self.counted_calls.get(push.closure, {}).get(0) not in (None, this)
+        return self.counted_calls.get((push.closure, 0)) not in (None, this)
 
     return was_counted
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -78,6 +79,7 @@ class Layout(NamedTuple):
 NO_LAYOUT = Layout((), -1, (), 0, ())
 
 
+@dataclass(eq=False)
 class KnownGroup:
     """One group, as a ps knows it.
 
@@ -87,38 +89,32 @@ class KnownGroup:
         raw: The configuration as it came.
         config: The same.
         global_step: If that is here.
-        elsewhere: See there.
-
-    Attributes:
-        broken: A step could not be applied here: neither can others.
         elsewhere: On ps 0, the first step of which other ps tasks are told: before it, ps 0 is
             *alone*. ``NOWHERE``: nothing of the group is there so far. On another one 0.
+        broken: A step could not be applied here: neither can others.
+        touched: By its last step, which is perhaps being applied.
+        spread: On ps 0, whether a variable of a push lies on several ps tasks.
+        answered: Likewise, the last step of whose pushes those on every ps are answered.
+        one: By which the global step is raised.
     """
 
-    def __init__(
-        self,
-        store: ShardStore,
-        number: int,
-        raw: dict[str, Any],
-        config: SyncConfig,
-        global_step: Key | None,
-        elsewhere: int,
-    ) -> None:
-        self.store = store
-        self.number = number
-        self.raw = raw
-        self.config = config
-        self.global_step = global_step
-        self.broken: PsyncError | None = None
-        self.elsewhere = elsewhere
-        self.rule = store.rule(number)
+    store: ShardStore
+    number: int
+    raw: dict[str, Any]
+    config: SyncConfig
+    global_step: Key | None
+    elsewhere: int
+    broken: PsyncError | None = None
+    touched: Sequence[Key] = ()
+    spread: bool = False
+    answered: int = -1
+    one: np.ndarray | None = None
+    _layout: Layout = NO_LAYOUT  # of the last step whose pushes were alike
+
+    def __post_init__(self) -> None:
+        self.rule = self.store.rule(self.number)
         self.norms = StepNorms(self.rule)  # of steps that need none
         self.takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
-        self.touched: Sequence[Key] = ()  # by its last step, which is perhaps being applied
-        self.spread = False  # on ps 0: whether a variable of a push lies on several ps tasks
-        self.answered = -1  # likewise, the last step of whose pushes those on every ps are answered
-        self.one: np.ndarray | None = None  # by which the global step is raised
-        self._layout = NO_LAYOUT  # of the last step whose pushes were alike
 
     @functools.cached_property
     def averages(self) -> list[Average]:

@@ -147,8 +147,9 @@ class LogClock:
 
     def set_deadline(self, deadline: float | None) -> None:
         """Call at this time, and no other; None: at none."""
-        self.cancel()
-        self.deadline = deadline
+        if self._timer is not None:
+            self._timer.cancel()
+        self.deadline, self._timer = deadline, None
         if deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline + self._ahead, self._ring)
 
@@ -159,13 +160,6 @@ class LogClock:
         self._latest = max(self._latest, self.deadline)
         self.deadline = self._timer = None
         self._expired()
-
-    def cancel(self) -> None:
-        """Call at no time."""
-        self.deadline = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 HOSTED = "it is a backup"
@@ -328,7 +322,7 @@ class StepCloser(PsSync):
         Cancellation: Links may be left open.
         """
         self._end(ClosedError(f"{CLOSER} ends"))
-        self._clock.cancel()
+        self._clock.set_deadline(None)
         await self.all_ps.close()
 
     def _end(self, error: PsyncError) -> None:
@@ -360,7 +354,7 @@ class StepCloser(PsSync):
         if self.over is not None:
             self._check()
         key, others = part.key, part.known.others
-        if not self.all_ps.following.issuperset(others):
+        if not self.all_ps.following.keys() >= {*others}:
             self.all_ps.follow(others)
         is_stale = self.steps.is_stale(key[0], part.local_step)
         if is_stale is None:
@@ -745,7 +739,7 @@ class AllPs:
     Attributes:
         addresses: Where each ps is served.
         own: From whom ps 0 has what it says to itself.
-        following: Ps tasks that have been asked which parts they hold; they tell ``closer.heard``.
+        following: By ps, the request for which it tells ``closer.heard`` what parts it holds.
         away: By group, the ps tasks that have not answered what they were last told of a step.
     """
 
@@ -761,7 +755,7 @@ class AllPs:
         )
         self.own = AsIfFrom(FROM_CLOSER, spawn=self._endpoint.spawn)
         self.addresses = list(attach.ps_addresses)
-        self.following: set[int] = set()
+        self.following: dict[int, Call | None] = {}
         self.away: dict[int, set[int]] = {}
         self._told: set[tuple[int, int | None]] = set()  # (ps, group) that knows its configuration
         self._moves = False  # a ps that is lost is served elsewhere soon
@@ -848,7 +842,9 @@ class AllPs:
             else:
                 done(outcome)
 
-        link.ask(Call(link, build=build), answered)
+        call = link.ask(Call(link, build=build), answered)
+        if group is None and link.index in self.following:
+            self.following[link.index] = call
 
     def follow(self, others: Sequence[int]) -> None:
         """Hear from now on which parts of pushes are held on the other ps tasks.
@@ -864,13 +860,13 @@ class AllPs:
                     f"{CLOSER}: a push with shards on ps {ps}, but there are only "
                     f"{len(self.addresses)} ps tasks"
                 )
-            self.following.add(ps)
+            self.following[ps] = None
             then = partial(self._unfollowed, ps)
             self._tell(self._client.links[ps], FollowParts(), Done, then)
 
     def _unfollowed(self, ps: int, outcome: Any) -> None:
         """A ps cannot be followed: who waits for parts there waits in vain."""
-        self.following.discard(ps)
+        self.following.pop(ps, None)
         if isinstance(outcome, ConnectionLost):  # however often: it lost no connection
             self.follow((ps,))
         elif isinstance(outcome, Exception) and self._closer.over is None:
@@ -913,6 +909,9 @@ class AllPs:
 
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
+        for call in self.following.values():
+            if call is not None:
+                call.give_up()
         await self._client.close()
         await self._endpoint.close(goes_on=True)
 

@@ -289,8 +289,8 @@ class GroupState(msgspec.Struct, kw_only=True, eq=False):
     acked_below: dict[Replica, int] = msgspec.field(default_factory=dict)
     """It has the answers to all smaller numbers."""
     tokens_held: dict[Replica, int] = msgspec.field(default_factory=dict)  # not used yet
-    counted_calls: dict[int, dict[int, bytes]] = msgspec.field(default_factory=dict)
-    """Closure → ordinal → digest."""
+    counted_calls: dict[tuple[int, int], bytes] = msgspec.field(default_factory=dict)
+    """(closure, ordinal) → digest."""
     outcomes: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # pushes by task
     staleness: dict[int, int] = msgspec.field(default_factory=Counter)
     num_steps: int = 0
@@ -385,8 +385,8 @@ class Group(GroupState, kw_only=True, eq=False):
             self.counted.append(push)
             self.shares[replica] = self.shares.get(replica, 0) + 1
             if contribution.closure is not None:
-                calls = self.counted_calls.setdefault(contribution.closure & FIRST, {})
-                calls[contribution.ordinal] = contribution.variable_set
+                call = contribution.closure & FIRST, contribution.ordinal
+                self.counted_calls[call] = contribution.variable_set
         counts[push.outcome] += 1
         self.staleness[staleness] += 1
         pushes[number] = push
@@ -422,8 +422,8 @@ class Group(GroupState, kw_only=True, eq=False):
 
     def forget_calls(self, final: Finality) -> None:
         """Forget the calls of closures of which no run will come any more."""
-        for first in [first for first in self.counted_calls if final.is_over(first)]:
-            del self.counted_calls[first]
+        for call in [call for call in self.counted_calls if final.is_over(call[0])]:
+            del self.counted_calls[call]
 
     def waiting_closures(self) -> set[int | None]:
         """Return the closures whose replicas wait for a token."""
@@ -443,16 +443,13 @@ class Group(GroupState, kw_only=True, eq=False):
         """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
         pending = self.pending()
         return [
-            (closure, ordinal, digest)
-            for closure, by_ordinal in self.counted_calls.items()
-            for ordinal, digest in by_ordinal.items()
-            if (closure, ordinal) not in pending
+            (*call, digest) for call, digest in self.counted_calls.items() if call not in pending
         ]
 
     def note_calls(self, calls: Iterable[tuple[int, int, bytes]]) -> None:
         """Take calls for counted that were counted before this group was begun anew."""
         for closure, ordinal, digest in calls:
-            self.counted_calls.setdefault(closure, {})[ordinal] = digest
+            self.counted_calls[closure, ordinal] = digest
 
     # Snapshots.
 
@@ -491,12 +488,7 @@ class Group(GroupState, kw_only=True, eq=False):
     @property
     def is_due(self) -> bool:
         """Whether the present step has what it needs, and may be closed now."""
-        return (
-            len(self.counted) >= self.target
-            and self.closing is None
-            and self.broken is None
-            and self.short_since is None
-        )
+        return len(self.counted) >= self.target and self.short_since is None and self.may_end
 
     def follow(self, alive: Mapping[str, int], now: float) -> None:
         """Let the target follow the living replicas, and note if they are too few.
@@ -631,7 +623,7 @@ class Group(GroupState, kw_only=True, eq=False):
             return False
         if final.is_final(closure):
             return True
-        digest = self.counted_calls.get(closure & FIRST, {}).get(contribution.ordinal)
+        digest = self.counted_calls.get((closure & FIRST, contribution.ordinal))
         if digest is not None and digest != contribution.variable_set:
             raise UsageError(
                 f"{self.config.name}: closure {first_of(closure)}, call {contribution.ordinal}, "

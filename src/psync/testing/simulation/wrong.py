@@ -482,11 +482,7 @@ def packs_all(original: Callable[..., Any]) -> Any:
 
 def of_open_steps_too(original: Callable[..., Any]) -> Any:
     def calls(self: Group) -> list[tuple[int, int, bytes]]:
-        return [
-            (closure, ordinal, digest)
-            for closure, by_ordinal in self.counted_calls.items()
-            for ordinal, digest in by_ordinal.items()
-        ]
+        return [(*call, digest) for call, digest in self.counted_calls.items()]
 
     return calls
 
