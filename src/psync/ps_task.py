@@ -170,7 +170,7 @@ class PsTask:
                 f"  synchronous group {name}: step {group['step']}, {group['counted']} of "
                 f"{group['target']} counted, {group['waiting']} wait for a token"
             )
-        if waiting := sorted(self.services.in_groups):
+        if waiting := sorted(self.services.sync.steps.waiting):
             names = [f"{name} ({incarnation})" for name, incarnation in waiting]
             lines.append(f"  waiting for others: {', '.join(some_of(names, MAX_LISTED))}")
         peers = self._endpoint.peers

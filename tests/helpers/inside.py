@@ -51,11 +51,6 @@ def store_of(ps: Any) -> ShardStore:
     return ps.services.store
 
 
-def closer_of(ps: Any) -> Any:
-    """What closes synchronous steps; None but on ps 0, and on a backup of it."""
-    return ps.services.closer
-
-
 def host_of(ps: Any) -> BackupHost:
     """The backups of other ps tasks in its process."""
     return ps._host

@@ -1,8 +1,8 @@
 """Two workers, two ps tasks and their synchronous steps, one event at a time.
 
-Real are ``StepCloser``, ``OutgoingSteps``, ``PsSync``, ``Staging`` and the rule; workers, the
-coordinator and connections are played. A ``State`` is plain data. A ``World`` is made from it,
-plays one event and is a ``State`` again. ``explore`` visits all states.
+Real are ``StepCloser``, ``PsSync``, ``Staging`` and the rule; workers, the coordinator and
+connections are played. A ``State`` is plain data. A ``World`` is made from it, plays one event and
+is a ``State`` again. ``explore`` visits all states.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Loop:
 
     create_task = None  # nothing takes long
     call_later = staticmethod(lambda *_: None)  # what people are shown is no state
+    time = staticmethod(float)
 
     def __init__(self) -> None:
         self.soon: deque[Any] = deque()
@@ -138,7 +139,7 @@ class KnownGroup(step.KnownGroup):
     """It applies nothing, and notes which parts it should."""
 
     takes_norms = spread = False
-    norms = outgoing = broken = None
+    norms = broken = None
     number, touched, answered = GROUP, (), -1
     rule: Any = SimpleNamespace(may_raise=False)
 
@@ -160,11 +161,11 @@ class KnownGroup(step.KnownGroup):
 class Others:
     """In place of ``AllPs``: what ps 0 says to ps 1 waits in ``World.down``."""
 
-    addresses = BOTH
+    addresses, own = BOTH, AsIfFrom((CLOSER, 0))
     world: Any
 
-    def __init__(self, *given: Any) -> None:
-        _, _, self.sync, _, self.heard, *_ = given
+    def __init__(self, closer: Any) -> None:
+        self.closer, self.heard = closer, closer.heard
         self.following: dict[int, Any] = {}
 
     def follow(self, _: Any) -> None:
@@ -174,11 +175,11 @@ class Others:
 
     def tell(self, message: m.CloseStep, parts: Any, then: Any) -> None:
         self.world.then = then
-        is_alone = message.step < self.sync.groups[GROUP].elsewhere
+        is_alone = message.step < self.closer.groups[GROUP].elsewhere
         if not is_alone:
             pushes = [(*push, on) for push, on in zip(message.pushes, parts, strict=True)]
             self.world.down.append(("close", message.step, _hashable(pushes)))
-        self.sync.execute(OwnRequest(AsIfFrom((CLOSER, 0), {}, NONE), message, (), _nothing))
+        self.closer.execute(OwnRequest(self.own, message, (), _nothing))
         if is_alone:
             LOOP.call_soon(then, [], None)
 
@@ -199,32 +200,28 @@ class World:
         self.made: dict[int, Any] = {}
 
     def ps(self, number: int) -> Any:
-        """Return a ps; ``closer`` is made with ps 0."""
+        """Return a ps."""
         if number not in self.made:
             self.made[number] = self._ps(number, self.state.ps[number])
             if number == 0:
-                self.closer = self._closer(self.state.here)
+                self._recall(self.made[0], self.state.here)
             elif self.state.told is not None:
                 self.far = self._far(is_closed=not self.state.told)
                 self.made[1]._followers.append(self.far)
         return self.made[number]
-
-    def ps_0(self) -> Any:
-        """Return the closer of ps 0."""
-        self.ps(0)
-        return self.closer
 
     def _far(self, *, is_closed: bool = False) -> Far:
         far = Far((CLOSER, 1), {}, NONE, is_closed=is_closed)
         far.up = self.up
         return far
 
-    def _ps(self, number: int, state: Ps) -> Any:
+    def _ps(self, number: int, state: Ps, *, is_hosted: bool = False) -> Any:
         task, ledger = f"/job:ps/task:{number}", Ledger()
         for fence in state.fenced:
             ledger.fence(*fence)
         executor = Executor(task, STORE, WORK, CommitLog(task, 0))
-        sync: Any = PsSync(PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE)
+        given: Any = PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE, True
+        sync: Any = PsSync(*given) if number else StepCloser(*given, ATTACH, CLOCKS, 0, is_hosted)
         sync.groups[GROUP] = KnownGroup(self.cluster, state)
         if state.step is not None:
             sync.staging.close(GROUP, state.step - 1)
@@ -235,27 +232,25 @@ class World:
             sync.wait(self._ask(number, push, attempt), Part(push, number))
         return sync
 
-    def _closer(self, here: tuple[Any, ...]) -> Any:
-        sync = self.made[0]
-        closer: Any = StepCloser(PLATFORM, ATTACH, sync, NONE, CLOCKS)
+    def _recall(self, closer: Any, here: tuple[Any, ...]) -> None:
+        """Let ps 0 know what it knew, and of parts this."""
         closer.all_ps.world = self
         if not self.state.rule:
             closer.steps.define(GROUP, self.cluster.config, 0)
-            return closer
+            return
         closer.steps.restore(msgpack.decode(self.state.rule), {GROUP: self.cluster.config})
         for key, local, held, push, attempt in here:
             closer._here[key] = known = _Here(local, set(held))
             if push is not None:
-                waiting = [each for each in sync._waiting.get(key, ()) if each.attempt == attempt]
+                waiting = [each for each in closer._waiting.get(key, ()) if each.attempt == attempt]
                 request = waiting[0] if waiting else self._ask(0, push, attempt)
                 request.over, request.on_given_up = not waiting, request.on_given_up or _nothing
                 known.waits = request, Part(push, 0)
         for close in closer.steps.closing():
-            sync.groups[GROUP].outgoing = close
-            sync.groups[GROUP].answered = (sync.staging.step(GROUP) or 0) - 1
-            closer.outgoing.carried.add(GROUP)
-            self.then = partial(closer.outgoing._ended, close)
-        return closer
+            closer.groups[GROUP].answered = (closer.staging.step(GROUP) or 0) - 1
+            if not closer.pauses:
+                closer.carried.add(GROUP)
+            self.then = partial(closer._ended, close)
 
     def _ask(self, ps: int, push: Push, attempt: int) -> Asked:
         message = m.Update(push.number, push.number, push.closure, 0, 0, local_step=push.local)
@@ -277,7 +272,7 @@ class World:
             open_ones = [not each.is_closed for each in self.made[1]._followers]
             told = any(open_ones) if open_ones else None
         if 0 in self.made:
-            steps = self.closer.steps
+            steps = self.made[0].steps
             made = steps.snapshot()
             for _, group in made["groups"]:  # counters would only make states differ
                 group |= {"outcomes": {}, "staleness": {}, "num_steps": 0, "num_partial": 0}
@@ -286,7 +281,7 @@ class World:
             closing = tuple((each.step, _hashable(_placed(each))) for each in steps.closing())
             here = tuple(
                 (key, each.local_step, tuple(each.held), *_waiting(each.waits))
-                for key, each in sorted(self.closer._here.items())
+                for key, each in sorted(self.made[0]._here.items())
             )
         return State(
             tuple(self.queue), tuple(self.faults.items()), tuple(self.workers),
@@ -343,9 +338,7 @@ class World:
         if kind == "fence":
             below = push.task, push.incarnation + 1
             sync.ledger.fence(*below)
-            sync.staging.fence(*below)
-            if ps == 0:
-                self.closer.lost(*below)
+            sync.fence(*below)
 
     def ps_1_hears(self) -> None:
         kind, *what = self.down.pop(0)
@@ -363,7 +356,7 @@ class World:
 
     def ps_0_hears(self) -> None:
         kind, what = self.up.pop(0)
-        closer = self.ps_0()
+        closer = self.ps(0)
         if kind == "held":
             peer = AsIfFrom(("/job:ps/task:1", 1), {}, NONE)
             closer.all_ps.heard(OwnRequest(peer, _sent(m.Held(1, [*what])), (), _raise))
@@ -371,13 +364,13 @@ class World:
             self.then([], None)
 
     def reports(self, report: Any) -> None:
-        closer = self.ps_0()
+        closer = self.ps(0)
         self.reported = alive, queued, in_flight = report
         flying = [(closure, "") for closure in in_flight]
         closer._set_members(m.ReportSchedule(0, [*alive], [], queued, flying))
 
     def joins(self) -> None:
-        self.ps_0().outgoing.close_all(m.FinishSteps())
+        self.ps(0)._close_all(m.FinishSteps())
 
     # Faults.
 
@@ -438,11 +431,12 @@ class World:
             if each[1] != ps or each[0] == "fence" or (each[0] == "part" and each[2] in asking)
         }
         self._reconnect()
-        self.made[ps] = self._ps(ps, self.state.ps[ps]._replace(waiting=()))
+        state = self.state.ps[ps]._replace(waiting=())
+        self.made[ps] = made = self._ps(ps, state, is_hosted=True)
         if ps == 0:
             self.down, self.asks = [], False
-            self.closer = self._closer(())
-            self.closer.outgoing.restore()
+            self._recall(made, ())
+            made.serve()
         for index in BOTH:
             self._repeats(index, ps)
 

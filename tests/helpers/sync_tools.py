@@ -121,11 +121,11 @@ class Steps(SyncSteps):
 
     def counted(self) -> int:
         """How many pushes count in the present step."""
-        return len(self._groups[GROUP].counted)
+        return len(self.groups[GROUP].counted)
 
     def remembered(self, of: Replica) -> list[int]:
         """Which pushes of a replica may still be asked for."""
-        return list(self._groups[GROUP].pushes[of])
+        return list(self.groups[GROUP].pushes[of])
 
     def live(self, *indices: int, now: float = 0.0, incarnation: int = 1) -> list[Action]:
         """These live; ``incarnation`` is that of worker 0."""

@@ -15,7 +15,7 @@ from asked import Asked, peer_of
 from interleavings import Cluster, World, explore, played
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.sync import step_closer
-from psync.sync.step_closer import OutgoingSteps, StepCloser
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import Group
 from psync.testing.simulation.mutants import MUTANTS
 from psync.testing.simulation.tight import replaced
@@ -78,7 +78,7 @@ def test_a_group_has_the_configuration_that_it_had_at_first() -> None:
 def test_a_ps_says_what_it_holds_itself() -> None:
     cluster, peer = Cluster(1, 1), peer_of(("/job:ps/task:1", 1))
     with played():
-        heard = World(cluster, cluster.start).ps_0().all_ps.heard
+        heard = World(cluster, cluster.start).ps(0).heard
         held = Asked(peer, Held(2, [(GROUP, "/job:worker/task:0", 1, 1, 0)]))
         with pytest.raises(RemoteProtocolError, match="ps/task:1 says what ps 2 holds"):
             heard(held)
@@ -89,8 +89,8 @@ def test_a_ps_says_what_it_holds_itself() -> None:
 
 def notes_what_came(original: Callable[..., Any]) -> Any:
     def took(self: StepCloser, request: Any, part: Any) -> None:
-        calls = self.steps._groups[part.key[0]].counted_calls
-        calls.setdefault(request.message.closure, {}).setdefault(0, repr(part.key[1:]).encode())
+        calls = self.steps.groups[part.key[0]].counted_calls
+        calls.setdefault((request.message.closure, 0), repr(part.key[1:]).encode())
         original(self, request, part)
 
     return took
@@ -99,7 +99,7 @@ def notes_what_came(original: Callable[..., Any]) -> Any:
 def came_first(_: Callable[..., Any]) -> Any:
     def was_counted(self: Group, push: Any, final: object) -> bool:
         this = repr((push.replica, push.number)).encode()
-        return self.counted_calls.get(push.closure, {}).get(0) not in (None, this)
+        return self.counted_calls.get((push.closure, 0)) not in (None, this)
 
     return was_counted
 
@@ -140,11 +140,11 @@ ONE, TWO = {"needed": 1, "closures": 1}, {"needed": 1, "closures": 2}
 
 BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
     "a push counts when all its parts are there": (
-        [(StepCloser, "_took", waits_for_no_part)],
+        [(StepCloser, "took", waits_for_no_part)],
         ONE, "which has not come in yet",
     ),
     "an intent is recorded when a push counts": (
-        [(StepCloser, "_took", notes_what_came), (Group, "_was_counted", came_first)],
+        [(StepCloser, "took", notes_what_came), (Group, "_was_counted", came_first)],
         ONE | {"deaths": 1}, "[0] were told that they count, and [] do",
     ),
     "there are tokens when all ps tasks have applied a step": (
@@ -157,7 +157,7 @@ BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
         [(Group, "judge", finds_all_new)], TWO, "which has not come in yet",
     ),
     "a promoted ps 0 carries the step that is outgoing": (
-        [(OutgoingSteps, "restore", lambda _: lambda _: None)],
+        [(StepCloser, "serve", lambda _: lambda _: None)],
         ONE | {"failovers": 1}, "closures [0] never end",
     ),
     "other ps tasks are told of steps once something of the group is there": (

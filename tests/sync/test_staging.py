@@ -41,12 +41,12 @@ class Part:
 
 
 @pytest.fixture
-def staging() -> Staging[Part]:
+def staging() -> Staging:
     return Staging(BUDGET, TASK)
 
 
 def put(
-    staging: Staging[Part], replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> bool:
     """Announce a part of group 7 and let it arrive."""
     reserve(staging, replica, push, local_step, nbytes)
@@ -54,13 +54,13 @@ def put(
 
 
 def reserve(
-    staging: Staging[Part], replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> None:
     staging.reserve((7, replica, push), local_step, nbytes, config_of())
 
 
 def arrive(
-    staging: Staging[Part], replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> bool:
     return staging.stage(Part((7, replica, push), local_step, nbytes))
 
@@ -70,18 +70,18 @@ def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
     return [(task, incarnation, push, 1.0) for (task, incarnation), push in pushes]
 
 
-def of_step(staging: Staging[Part], *pushes: tuple[Replica, int]) -> list[tuple[Replica, int]]:
+def of_step(staging: Staging, *pushes: tuple[Replica, int]) -> list[tuple[Replica, int]]:
     """Whose parts of group 7 a step has which names these."""
     return [part.key[1:] for part, _ in staging.parts(7, named(*pushes))]
 
 
-def end(staging: Staging[Part], step: int, *pushes: tuple[Replica, int], group: int = 7) -> None:
+def end(staging: Staging, step: int, *pushes: tuple[Replica, int], group: int = 7) -> None:
     """Close a step, and apply it."""
     staging.applied(group, step, staging.close(group, step, named(*pushes)))
 
 
 class TestAStep:
-    def test_parts_count_until_the_step_is_applied(self, staging: Staging[Part]) -> None:
+    def test_parts_count_until_the_step_is_applied(self, staging: Staging) -> None:
         put(staging, A, 1)
         put(staging, B, 1)
         assert staging.close(7, 0, named((A, 1))) == 20
@@ -94,9 +94,7 @@ class TestAStep:
             "stale": 0,
         }  # fmt: skip
 
-    def test_has_the_parts_that_are_here_in_the_order_of_its_pushes(
-        self, staging: Staging[Part]
-    ) -> None:
+    def test_has_the_parts_that_are_here_in_the_order_of_its_pushes(self, staging: Staging) -> None:
         put(staging, B, 4)
         put(staging, A, 1)
         pushes = [(*A, 1, 2.0), (*B, 4, 0.5), (*B, 5, 1.0)]
@@ -104,7 +102,7 @@ class TestAStep:
         assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
         assert (7, B, 4) in [part.key for part in staging.held()]
 
-    def test_leaves_the_parts_of_the_next_step(self, staging: Staging[Part]) -> None:
+    def test_leaves_the_parts_of_the_next_step(self, staging: Staging) -> None:
         end(staging, 0)
         put(staging, A, 1, local_step=1)
         put(staging, A, 2, local_step=2)
@@ -115,14 +113,14 @@ class TestAStep:
 
 
 class TestAPartThatIsRefused:
-    def test_gives_its_memory_back(self, staging: Staging[Part]) -> None:
+    def test_gives_its_memory_back(self, staging: Staging) -> None:
         reserve(staging, A, 1)
         staging.give_back((7, A, 1))
         staging.give_back((7, A, 1))  # again
         staging.give_back((8, A, 1))  # of a group that nobody knows
         assert staging.statistics()["bytes"] == 0
 
-    def test_with_its_group_the_others_go_too(self, staging: Staging[Part]) -> None:
+    def test_with_its_group_the_others_go_too(self, staging: Staging) -> None:
         put(staging, A, 1)
         reserve(staging, B, 1, nbytes=5)
         for group in (7, 8):
@@ -135,7 +133,7 @@ class TestAPartThatIsRefused:
 
 class TestStale:
     def test_a_part_whose_step_is_closed_while_it_comes_in_is_not_kept(
-        self, staging: Staging[Part]
+        self, staging: Staging
     ) -> None:
         reserve(staging, A, 1, 0)
         end(staging, 0)
@@ -145,27 +143,25 @@ class TestStale:
 
 
 class TestRepetition:
-    def test_of_another_size_replaces_a_part_that_has_not_come(
-        self, staging: Staging[Part]
-    ) -> None:
+    def test_of_another_size_replaces_a_part_that_has_not_come(self, staging: Staging) -> None:
         for nbytes in (10, 30, 20):
             reserve(staging, A, 1, nbytes=nbytes)
             assert staging.statistics()["bytes"] == nbytes
 
-    def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging[Part]) -> None:
+    def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging) -> None:
         put(staging, A, 1, nbytes=10)  # it may be counted by now
         with pytest.raises(RemoteProtocolError, match="has come with 10 bytes"):
             reserve(staging, A, 1, nbytes=30)
         assert of_step(staging, (A, 1)) == [(A, 1)]
 
-    def test_of_the_same_size_changes_nothing(self, staging: Staging[Part]) -> None:
+    def test_of_the_same_size_changes_nothing(self, staging: Staging) -> None:
         put(staging, A, 1)
         (first,) = staging.held()
         assert put(staging, A, 1)
         assert staging.held() == [first]
         assert staging.statistics()["bytes"] == 10
 
-    def test_can_be_held_in_other_memory(self, staging: Staging[Part]) -> None:
+    def test_can_be_held_in_other_memory(self, staging: Staging) -> None:
         put(staging, A, 1)
         owned = Part((7, A, 1), -1, 10)
         for key in ((7, A, 1), (7, A, 9), (8, A, 1)):
@@ -173,7 +169,7 @@ class TestRepetition:
         assert staging.held() == [owned]
         assert staging.held()[0] is owned
 
-    def test_of_a_step_far_ahead_is_refused(self, staging: Staging[Part]) -> None:
+    def test_of_a_step_far_ahead_is_refused(self, staging: Staging) -> None:
         end(staging, 4)
         assert put(staging, A, 1, local_step=6)
         with pytest.raises(RemoteProtocolError, match="of step 7, and the step is 5"):
@@ -186,9 +182,7 @@ class TestBudget:
         limits = {f"PSYNC_LIMIT_{field.name.upper()}" for field in dataclasses.fields(Limits)}
         assert BUDGET_VARIABLE in limits
 
-    def test_a_step_that_cannot_fit_is_refused_at_its_first_push(
-        self, staging: Staging[Part]
-    ) -> None:
+    def test_a_step_that_cannot_fit_is_refused_at_its_first_push(self, staging: Staging) -> None:
         reserve(staging, A, 1, nbytes=33)  # and two more: 99 bytes
         with pytest.raises(ConfigurationError) as caught:
             reserve(staging, A, 2, nbytes=34)
@@ -202,13 +196,13 @@ class TestBudget:
 
     @pytest.mark.parametrize(("needed", "total"), [(4, 2), (2, 4), (1, 4)])
     def test_a_step_needs_a_part_for_each_token_and_one_more(
-        self, staging: Staging[Part], needed: int, total: int
+        self, staging: Staging, needed: int, total: int
     ) -> None:
         staging.reserve((7, A, 1), -1, 20, config_of(needed, total))
         with pytest.raises(ConfigurationError, match=r"5 pushes of 21 bytes \(105 bytes\)"):
             staging.reserve((7, B, 1), -1, 21, config_of(needed, total))
 
-    def test_a_part_that_grows_needs_the_difference(self, staging: Staging[Part]) -> None:
+    def test_a_part_that_grows_needs_the_difference(self, staging: Staging) -> None:
         for push in (1, 2):
             put(staging, A, push, nbytes=30)
         for nbytes in (30, 32):
@@ -232,7 +226,7 @@ class Steps(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.staging: Staging[Part] = Staging(BUDGET, TASK)
+        self.staging: Staging = Staging(BUDGET, TASK)
         self.parts: list[Known] = []
         self.steps = {0: -1, 1: -1}  # -1: none was closed yet
         self.being_applied: list[tuple[int, int, int]] = []  # (group, step, bytes)
@@ -337,9 +331,7 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 class TestABackup:
-    def test_what_another_one_has_kept_is_kept_without_a_question(
-        self, staging: Staging[Part]
-    ) -> None:
+    def test_what_another_one_has_kept_is_kept_without_a_question(self, staging: Staging) -> None:
         staging.fence(A[0], A[1] + 1)
         assert staging.stage(part := Part((7, A, 1), 3, BUDGET + 1))
         assert staging.held() == [part]
@@ -347,7 +339,7 @@ class TestABackup:
         end(staging, 3)
         assert (staging.held(), staging.statistics()["bytes"]) == ([], 0)
 
-    def test_what_is_still_coming_in_is_not_held(self, staging: Staging[Part]) -> None:
+    def test_what_is_still_coming_in_is_not_held(self, staging: Staging) -> None:
         reserve(staging, A, 1)
         put(staging, B, 1)
         assert staging.held() == [Part((7, B, 1), -1, 10)]

@@ -509,7 +509,7 @@ class BackupService:
         self._go_alone()
         if not message.address:
             return
-        self._contents.expect_moves()
+        self._contents.sync.expect_moves()
         parts = ps.platform.parts
         begin = BeginBackup(
             ps.index, message.epoch, attach.coordinator, attach.ps_addresses,
@@ -541,7 +541,7 @@ class BackupService:
         try:
             try:
                 # A step that is being closed is wholly in the snapshot, or in the log.
-                await contents.pause(why)
+                await contents.sync.pause(why)
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
                 first = executor.log.begin_copy() + 1
@@ -551,7 +551,7 @@ class BackupService:
                 held: list[tuple[Frozen, Live]] = []
                 await executor.run(NOBODY, None, lambda _: self._hold(sender, plans, held))
             finally:
-                contents.resume(why)
+                contents.sync.resume(why)
             await sender.copy(*held[0], first)
         except BaseException:
             if self._sender is sender and not self._over:

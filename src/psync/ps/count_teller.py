@@ -52,7 +52,7 @@ class CountTeller:
         platform: Network, secret.
         index: Of this ps.
         incarnation: With which this ps speaks to the others.
-        addresses: Of all ps tasks.
+        addresses: Of all ps tasks; none, if no coordinator is served.
         store: Has the counts.
         pool: Memory for what comes in.
     """
@@ -69,7 +69,8 @@ class CountTeller:
         self._endpoint = Endpoint(platform, f"/job:ps/task:{index}", incarnation, {}, pool)
         self._links = [
             PsLink(self._endpoint, ps, addresses[ps], math.inf)
-            for ps in ([0] if index else range(1, len(addresses)))
+            for ps in range(len(addresses))
+            if ps != index and 0 in (ps, index)
         ]
         self._store = store
         self.others = [ps for ps in range(len(addresses)) if ps != index]

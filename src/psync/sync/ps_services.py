@@ -12,9 +12,9 @@ What a ps task has lives as long as
 
 The state of a ps, which its backup has as well, is the ``sections`` of ``PsServices``: shards,
 slots, optimizers, the ledger and plans (``updates``); accumulators and their takes; groups, staged
-parts of pushes and, on ps 0, the rule of synchronous steps and those it has decided (``closer``,
-elsewhere ``sync``). All else, as locks, staleness clocks, the gate of a cut, requests that wait,
-ends with the timeline or a connection. To add one: ``backups.primary.Section``.
+parts of pushes and, on ps 0, the rule of synchronous steps and those it has decided (``sync``). All
+else, as locks, staleness clocks, the gate of a cut, requests that wait, ends with the timeline or a
+connection. To add one: ``backups.primary.Section``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from psync.store.snapshot_state import pack_answer
 from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
-from psync.sync.steps import Replica
 from psync.wire import codec
 from psync.wire.closure_numbers import unpack_kept
 from psync.wire.codec import Message
@@ -73,11 +72,8 @@ from psync.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset({Read, LockShards, SetOptimizer})
+NOT_JUDGED = (Read, LockShards, SetOptimizer)
 """What the ledger does not look at, and a process that does not serve its ps must refuse."""
-
-LOGGED = (CreateShards, Fence, FinalBelow, SetOptimizer, TellCounts)
-"""What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
 class PsServices:
@@ -92,7 +88,7 @@ class PsServices:
         plans: Of the clients of this coordinator.
 
     Attributes:
-        closer: Decides synchronous steps. None: not on ps 0, or not attached yet.
+        sync: Synchronous steps; on ps 0, once it is attached, it decides them.
         replayed: On a backup, who does what only the log of its primary says, or says otherwise.
     """
 
@@ -123,22 +119,22 @@ class PsServices:
         plans.note = lambda client, message: executor.note(client, message, nothing_is_left)
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
-        num_ps = 1 if attach is None else len(attach.ps_addresses)
-        self.sync = parts.of(PsSync)(platform, *served, plans, serves=serves)
+        self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.sync.steps.waiting)
+        self.sync: PsSync
+        if attach is None or process.index:
+            self.sync = parts.of(PsSync)(platform, *served, plans, serves)
+        else:
+            self.sync = parts.of(StepCloser)(
+                platform, *served, plans, serves, attach, self.clocks, timeline,
+                life is Life.HOSTED,
+            )  # fmt: skip
+            self.sync.steps.note_calls(state.counted, state.final)
         for number, raw in state.groups:
             self.sync.known(number, raw)
         self.accumulators = Accumulators(task, work, ledger, executor, state.accumulators)
-        self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
-        self.closer: StepCloser | None = None
-        if attach is not None and not process.index:
-            self.closer = parts.of(StepCloser)(
-                platform, attach, self.sync, pool, self.clocks, timeline,
-                is_hosted=life is Life.HOSTED,
-            )  # fmt: skip
-            self.closer.steps.note_calls(state.counted, state.final)
         self.gate = parts.of(UpdateGate)(
-            task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
-            functools.partial(self.resume, "cut"),
+            task, ledger, CLOSER, process.check_coordinator,
+            functools.partial(self.sync.pause, "cut"), functools.partial(self.sync.resume, "cut"),
         )  # fmt: skip
         self.pulls = PsPulls(
             task, store, work, self.sync.staging, self.locks, pool, plans, platform.limits
@@ -147,23 +143,18 @@ class PsServices:
         self.updates = parts.of(PsUpdates)(
             *served, self.gate, self.pulls, plans, self.sync, process.check_coordinator
         )
-        self.teller: CountTeller | None = None  # None: there is one ps
-        if attach is not None and num_ps > 1:
-            self.teller = parts.of(CountTeller)(
-                platform, process.index, self.closer_incarnation, attach.ps_addresses, store, pool
-            )
-            if life is not Life.HOSTED:
-                self._tell_counts()
-        self.sections: Sequence[Section] = (
-            self.updates,
-            self.accumulators,
-            self.closer or self.sync,
+        addresses = () if attach is None else attach.ps_addresses
+        self.teller = parts.of(CountTeller)(
+            platform, process.index, self.closer_incarnation, addresses, store, pool
         )
+        if life is not Life.HOSTED:
+            self._tell_counts()
+        self.sections: Sequence[Section] = (self.updates, self.accumulators, self.sync)
         self.backup = BackupService(process, self)
         self.sync.check = self.backup.check_group
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
-            self.expect_moves()
+            self.sync.expect_moves()
             self.replayed = {
                 BeginBackup: Handler(self._restore),
                 CheckState: Handler(lambda r: executor.in_turn(lambda: log.execute(r.message), r)),
@@ -173,15 +164,9 @@ class PsServices:
 
     def _tell_counts(self) -> None:
         """Tell the other ps tasks from now on how many pushes are counted here."""
-        if self.teller is not None:
-            self.updates.counted = self.teller.changed
-            self.updates.num_others = len(self.teller.others)
-            self.teller.begin()
-
-    def expect_moves(self) -> None:
-        """There are backups: a ps that is lost is waited for until it is served elsewhere."""
-        if self.closer is not None:
-            self.closer.all_ps.expect_moves()
+        self.updates.counted = self.teller.changed
+        self.updates.num_others = len(self.teller.others)
+        self.teller.begin()
 
     @property
     def coordinator(self) -> int:
@@ -193,11 +178,6 @@ class PsServices:
         """With which ps 0 speaks to the others."""
         return self.coordinator + self.timeline
 
-    @property
-    def in_groups(self) -> frozenset[Replica]:
-        """Replicas that wait in synchronous groups."""
-        return frozenset() if self.closer is None else self.closer.steps.waiting
-
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         handlers: dict[type[Message], Handler] = {
@@ -207,17 +187,18 @@ class PsServices:
         for service in (self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
         if not self.sync.serves:  # this task has just been started again, or its backup serves
-            for kind in handlers.keys() & NOT_JUDGED:
-                handlers[kind] = Handler(lambda _: self.sync.check_served())
-        # What is copied, or set as a whole, and how updates are computed: between computes.
-        touches: dict[type[Message], Touches] = {
+            handlers |= dict.fromkeys(NOT_JUDGED, Handler(lambda _: self.sync.check_served()))
+        # What changes a ps as soon as it comes, beside what is admitted: entries as they are. What
+        # is copied, or set as a whole, and how updates are computed: between computes.
+        logged: dict[type[Message], Touches | None] = {
             CreateShards: copied_by,
             SetOptimizer: lambda message: (
                 [] if message.step < 0 and message.learning_rate is None else self.store.keys()
             ),
-        }
-        for kind in LOGGED:
-            handlers[kind] = self.executor.logged(handlers[kind], touches.get(kind))
+            Fence: None, FinalBelow: None, TellCounts: None,
+        }  # fmt: skip
+        for kind, touches in logged.items():
+            handlers[kind] = self.executor.logged(handlers[kind], touches)
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
@@ -225,14 +206,12 @@ class PsServices:
             **self.accumulators.handlers(),
             **self.clocks.handlers(),
             **self.backup.handlers(),
-            **({} if self.closer is None else self.closer.handlers()),
         }
 
     def describe(self) -> list[str]:
         """Say who waits here; for reports."""
-        steps = [] if self.closer is None else self.closer.describe()
-        services = (self.locks, self.gate, self.backup, self.clocks)
-        return steps + [line for service in services for line in service.describe()]
+        services = (self.sync, self.locks, self.gate, self.backup, self.clocks)
+        return [line for service in services for line in service.describe()]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of all services."""
@@ -253,7 +232,7 @@ class PsServices:
             "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),
             "staging": self.sync.staging.statistics(),
-            "sync": {} if self.closer is None else self.closer.statistics(),
+            "sync": self.sync.statistics(),
             "clocks": self.clocks.statistics(),
             "accumulators": self.accumulators.statistics(),
             "backup": self.backup.statistics(),
@@ -298,13 +277,12 @@ class PsServices:
             BusyError: An update is under way.
         """
         self.executor.computes.check_idle()
-        steps = None if self.closer is None else self.closer.steps
         state = replace(
             self.ledger.snapshot(pack_answer),
             accumulators=self.accumulators.packed(),
             groups=tuple(self.sync.raw_configs().items()),
-            counted=() if steps is None else tuple(steps.calls()),
-            pending=() if steps is None else tuple(steps.pending_closures()),
+            counted=tuple(self.sync.steps.calls()),
+            pending=tuple(self.sync.steps.pending_closures()),
         )
         return freeze(self.store, state)
 
@@ -321,20 +299,8 @@ class PsServices:
         loaded.state = replace(state, accumulators=accumulators, groups=tuple(groups.items()))
         return loaded
 
-    # Synchronous steps, see ``backups.primary``.
-
-    async def pause(self, why: str) -> None:
-        """Close no step from now on; wait for what is being closed."""
-        if self.closer is not None:
-            await self.closer.outgoing.pause(why)
-
-    def resume(self, why: str) -> None:
-        """Go on."""
-        if self.closer is not None:
-            self.closer.outgoing.resume(why)
-
     def deterministic(self) -> Sequence[str]:
-        """Return the names of those that are deterministic."""
+        """Return the names of the synchronous groups that are deterministic."""
         return [raw["name"] for raw in self.sync.raw_configs().values() if raw["deterministic"]]
 
     # What the coordinator says.
@@ -342,18 +308,12 @@ class PsServices:
     def moved(self, addresses: Sequence[str], moves: int) -> None:
         """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
         assert self.attach is not None, "it is served"
-        known = self.attach.ps_addresses
-        if len(addresses) != len(known):  # of a cluster of another size: these are others
-            return
-        if moves < self.attach.moves:
+        is_other = len(addresses) != len(self.attach.ps_addresses)  # a cluster of another size
+        if is_other or moves < self.attach.moves:
             return
         self.attach = codec.replace(self.attach, ps_addresses=list(addresses), moves=moves)
-        if self.closer is not None:
-            if addresses != known:
-                self.closer.all_ps.move(addresses)
-            self.closer.serve()
-        if self.teller is not None:
-            self.teller.move(addresses)
+        self.sync.move(addresses)
+        self.teller.move(addresses)
         self._tell_counts()
 
     def _fence(self, request: Request[Fence]) -> Compute | None:
@@ -365,10 +325,8 @@ class PsServices:
     def refuse_below(self, task: str, below: int) -> Compute | None:
         """Serve no lower incarnation of a task; in its turn, as takes may be completed by that."""
         self.ledger.fence(task, below)
-        self.sync.staging.fence(task, below)
         self.gate.wake()
-        if self.closer is not None:
-            self.closer.lost(task, below)
+        self.sync.fence(task, below)
         return self.accumulators.fence(task, below)
 
     def _final_below(self, request: Request[FinalBelow]) -> None:
@@ -376,8 +334,7 @@ class PsServices:
         if (peer.incarnation, message.timeline) == (self.coordinator, self.timeline):
             kept = unpack_kept(body)
             self.ledger.final_below(message.closure, kept)
-            if self.closer is not None:
-                self.closer.steps.final_below(message.closure, kept)
+            self.sync.steps.final_below(message.closure, kept)
 
     def _hear_counts(self, request: Request[TellCounts]) -> None:
         """Another ps says how many pushes are counted there."""
@@ -419,8 +376,7 @@ class PsServices:
         if message.version > self._report_version:
             self._report_version = message.version
             self.clocks.hear(message)
-            if self.closer is not None:
-                self.closer.hear(message)
+            self.sync.hear(message)
         request.answer(Done())
 
     # Ends.
@@ -439,10 +395,8 @@ class PsServices:
     async def close(self) -> None:
         """Do nothing more, as the ps task ends. Cancellation: links to others may be left open."""
         self.backup.end()  # who waited for it hears nothing, and asks whoever takes over
-        if self.closer is not None:
-            await self.closer.close()
-        if self.teller is not None:
-            await self.teller.close()
+        await self.sync.close()
+        await self.teller.close()
 
     def end(
         self, life: Life, timeline: int, patience_s: float | None, torn: Callable[[], None]
@@ -466,35 +420,27 @@ class PsServices:
             reason = "serves an earlier snapshot"
             why = ConnectionLost(f"{task} rolls back to a snapshot")
         self.accumulators.end()
-        if self.teller is not None:
-            self._process.work.to_the_end(self.teller.close())
+        self._process.work.to_the_end(self.teller.close())
         self.locks.close()
         self.gate.close()
-        if self.closer is not None:
-            self.closer.replaced(reason)
-        else:
-            self.sync.fail_all(FencedError(f"{task} {reason}"))
+        self.sync.replaced(FencedError(f"{task} {reason}"))
         if patience_s is None:
             self.backup.end(why)
         else:
             self.backup.leave()
-        if patience_s is not None or self.closer is not None:
-            self._process.work.to_the_end(self._finish(why, patience_s, torn))
+        self._process.work.to_the_end(self._finish(why, patience_s, torn))
         self.clocks.end()
 
     async def _finish(
         self, why: PsyncError, patience_s: float | None, torn: Callable[[], None]
     ) -> None:
-        closer = self.closer
         if patience_s is not None:
-            if closer is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(patience_s):
-                        await closer.outgoing.pause("end")
-                if closer.outgoing.is_torn:
-                    torn()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self.sync.pause("end")
+            if self.sync.is_torn:
+                torn()
             await self.gate.all_passed()
             await self.executor.finish()
             self.backup.end(why)
-        if closer is not None:
-            await closer.close()
+        await self.sync.close()

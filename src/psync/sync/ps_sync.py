@@ -6,7 +6,7 @@ synchronous step".
 
     message       then
     Update        check, take memory, hold the part (``staging``); tell ps 0 of it. On ps 0 the rule
-                  is told (``step_closer``). Answered when the part is applied, on ps 0 when there
+                  is told (``StepCloser``). Answered when the part is applied, on ps 0 when there
                   is a token
     FollowParts   tell ps 0, on this connection, of all parts that are here and that come
     KeepPart      copy a part that lies in memory of its worker's
@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -51,11 +52,12 @@ from psync.specs import dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import Client, Ledger
 from psync.store.step_norms import ShardSums
-from psync.store.store import Key, ShardStore
+from psync.store.store import Key, ShardStore, Work
 from psync.store.sync_config import SyncConfig
-from psync.sync.staging import PushKey, Staging
-from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, KnownGroup, Part, Step
-from psync.wire.codec import Message, decode, encode
+from psync.sync.staging import Part, PushKey, Staging
+from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, KnownGroup, Step
+from psync.sync.steps import SyncSteps
+from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.frames import Segment
 from psync.wire.messages import (
     CloseStep,
@@ -66,6 +68,7 @@ from psync.wire.messages import (
     KeepPart,
     Measured,
     Pushed,
+    ReportSchedule,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
@@ -76,10 +79,6 @@ CLOSER = "/job:ps/task:0"
 FROM_CLOSER: Client = (CLOSER, 0)
 """In place of a client: the log says what ps 0 has decided, whoever that is now."""
 
-Made = Callable[[list[tuple[int, int]] | None], Message]
-"""Makes an answer, given how far each group is in the values that go with it; None: there are none.
-"""
-
 Reads = dict[Sequence[Key], Sequence[Segment] | None]
 """Values of shards that were read within one turn; None: one is busy."""
 
@@ -87,11 +86,13 @@ MAX_TOLD = 4096
 """Parts that one message names."""
 
 _DONE = Done()
-_ACCEPTED = partial(Pushed, "accepted", 0)
+_ACCEPTED = Pushed("accepted", 0)
+_STALE = Pushed("stale", 0)
 
 
+@dataclass(eq=False)
 class PsSync:
-    """The synchronous groups of one ps under one coordinator.
+    """The synchronous groups of one ps under one coordinator; on ps 0 a ``StepCloser``.
 
     Args:
         platform: Limits.
@@ -107,50 +108,32 @@ class PsSync:
 
     Attributes:
         groups: By the numbers that connections use.
+        steps: The rule. Only ps 0 tells it of groups.
         check: Called with the configuration of a new group, which it may refuse.
         reserve: Reserves memory for a part that is about to arrive, see ``Staging.reserve``.
-        took: What becomes of a part that has come in: it is to be an entry.
-        judged: What becomes of that: the part is held, and ps 0 is told. On ps 0 the rule decides.
-            Answers, if it refuses the part; raises nothing.
-        left: Told of a push for which nobody waits any more.
-        applied: Told of a step that is applied here. Answers its pushes.
         read_now: Reads the values that an answer brings, see ``PsPulls.read_now``.
     """
 
-    read_now: Callable[[ShardSet], Sequence[Segment] | None]
+    platform: Platform
+    task: str
+    store: ShardStore
+    ledger: Ledger
+    work: LongWork
+    pool: BlockPool
+    locks: PsLocks
+    executor: Executor
+    plans: Plans
+    serves: bool
 
-    def __init__(
-        self,
-        platform: Platform,
-        task: str,
-        store: ShardStore,
-        ledger: Ledger,
-        work: LongWork,
-        pool: BlockPool,
-        locks: PsLocks,
-        executor: Executor,
-        plans: Plans,
-        *,
-        serves: bool = True,
-    ) -> None:
-        self.store = store
-        self.plans = plans
-        self.ledger = ledger
-        self.executor = executor
-        self.staging: Staging[Part] = Staging(platform.limits.staging_bytes, task)
+    read_now: Callable[[ShardSet], Sequence[Segment] | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.staging = Staging(self.platform.limits.staging_bytes, self.task)
         self.reserve: Callable[[PushKey, int, int, SyncConfig], None] = self.staging.reserve
         self.groups: dict[int, KnownGroup] = {}
+        self.steps = SyncSteps()
         self.check: Callable[[SyncConfig], None] = lambda _: None
-        self.serves = serves
-        self.took: Callable[[Request[Update], Part], None] = self.submit
-        self.judged: Callable[[Request[Update], Part], Later] = self._judge
-        self.left: Callable[[PushKey], None] = lambda _: None
-        self.applied: Callable[[CloseStep], None] = self._accept
-        self._task = task
-        self._index = parse_task_name(task)[1]
-        self._work = work
-        self._pool = pool
-        self._locks = locks
+        self._index = parse_task_name(self.task)[1]
         self._waiting: dict[PushKey, list[Request[Update]]] = {}
         # Connections of ps 0, and of one that it has replaced: they are told of all parts.
         self._followers: list[Connection] = []
@@ -185,7 +168,7 @@ class PsSync:
         if known is not None and (raw is None or raw == known.raw):
             return known
         if raw is None:
-            raise RemoteProtocolError(f"{self._task}: synchronous group {group} is not defined")
+            raise RemoteProtocolError(f"{self.task}: synchronous group {group} is not defined")
         config = SyncConfig.from_config(raw)
         if known is None:
             self.check(config)
@@ -196,7 +179,7 @@ class PsSync:
             known = self.groups[group] = KnownGroup(self.store, group, raw, config, here, elsewhere)
         elif known.config != config:
             raise ConfigurationError(
-                f"{known.config.name} on {self._task}: a different configuration than at first: "
+                f"{known.config.name} on {self.task}: a different configuration than at first: "
                 f"expected {known.config.to_config()}, got {config.to_config()}"
             )
         return known
@@ -216,7 +199,7 @@ class PsSync:
                 f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
                 f"expected one element of {GLOBAL_STEP_DTYPE}"
             )
-        (block,) = await self._work.when_idle(self.store.read, spec.key)
+        (block,) = await self.work.when_idle(self.store.read, spec.key)
         return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
 
     # Parts.
@@ -236,10 +219,14 @@ class PsSync:
         request.token, message = known, request.message
         part = self.part(known, request.peer.client, message, request.segments)
 
-        def act() -> None:
-            self.judged(request, part)
+        def act() -> None:  # the entry is done with that
+            self._judge(request, part)
 
         self.executor.submit(request, message, part.body, act)
+
+    def took(self, request: Request[Update], part: Part) -> None:
+        """Take a part that has come in."""
+        self.submit(request, part)
 
     def submit(self, request: Request[Update], part: Part) -> None:
         """Make an entry of a part that has come in; its request waits for more than that."""
@@ -248,20 +235,19 @@ class PsSync:
         if self.executor.log.state is not LogState.ALONE:
             self.plans.keep(part.key[1], part.known)
             part = self._owned(part)
-
-        self.executor.submit(
-            request, request.message, part.body, partial(self.judged, request, part)
-        )
+        act = partial(self._judge, request, part)
+        self.executor.submit(request, request.message, part.body, act)
 
     def _owned(self, part: Part) -> Part:
         """Return a part in memory that nobody else can write to."""
-        body, known = owned(self._pool, part.body), part.known
+        body, known = owned(self.pool, part.body), part.known
         if body is part.body:
             return part
         gradients = known.operands(self.store, body, part.rows)
         return msgspec.structs.replace(part, gradients=gradients, body=body)
 
     def _judge(self, request: Request[Update], part: Part) -> Later:
+        """Hold a part, and tell ps 0. Answers, if the part is refused; raises nothing."""
         try:
             self.ledger.check_incarnation(*part.key[1])  # FencedError: its sender is replaced
             known = self.groups[part.key[0]]
@@ -274,7 +260,7 @@ class PsSync:
             if self.staging.stage(part):
                 self._tell([part])
             else:  # its step is closed: answer as soon as what was closed is applied
-                answer = partial(self.answer, part.key, lambda _: Pushed("stale", 0))
+                answer = partial(self.answer, part.key, _STALE)
                 self.executor.in_turn(lambda: Compute(known.touched, answer))
         request.segments = ()
         return LATER
@@ -319,14 +305,17 @@ class PsSync:
             waiting.remove(request)
             if not waiting:
                 del self._waiting[key]
-                self.left(key)
+                self._forsake(key)
 
-    def answer(self, key: PushKey, made: Made, reads: Reads | None = None) -> None:
+    def _forsake(self, key: PushKey) -> None:
+        """Nobody waits for a push any more."""
+
+    def answer(self, key: PushKey, message: Message, reads: Reads | None = None) -> None:
         """Answer all who wait for a push.
 
         Args:
             key: Of the push.
-            made: Makes the answer.
+            message: The answer.
             reads: What was read in this turn, for other pushes; this one is answered with the
                 values that its plan wants, if they are free. None: without.
         """
@@ -337,19 +326,14 @@ class PsSync:
                     reads[wanted.keys] = self.read_now(wanted)
                 read = reads[wanted.keys]
             if read is None:
-                request.answer(made(None))
+                request.answer(message)
             else:
-                request.answer(made(self.staging.steps), read)
+                request.answer(replace(message, steps=self.staging.steps), read)
 
     def fail(self, key: PushKey, error: BaseException) -> None:
         """Tell all who wait for a push that it has failed."""
         for request in self._waiting.pop(key, ()):
             request.fail(error)
-
-    def fail_all(self, error: PsyncError) -> None:
-        """Nobody waits any more: all are told why."""
-        for key in list(self._waiting):
-            self.fail(key, error)
 
     # Steps that ps 0 has decided.
 
@@ -365,20 +349,20 @@ class PsSync:
             request.answer(Measured([]))  # it was overtaken: nobody waits for the answer
             return
         step = self._step_of(message, known)
-        if self._work.fits_now(self.store, step.layout.shards, step.layout.nbytes):
-            request.answer(Measured(step.measure_at_once(message.measures)))
-        else:
-            under_way = self._work.to_the_end(self._measure_slowly(step, message.measures))
-            request.start(self._measured(request, under_way))
+        shards, sums = step.layout.shards, list[Sums]()
 
-    async def _measured(
-        self, request: Request[CloseStep], under_way: Awaitable[list[ShardSums]]
-    ) -> None:
-        request.answer(Measured(await under_way))
+        def begin(position: int) -> Work:
+            return step.measure(message.measures, position, sums)
+
+        def answer() -> None:
+            request.answer(Measured(step.sums_by_shard(sums)))
+
+        costs = step.layout.costs[: len(shards)]
+        self.work.serve(request, self.store, shards, costs, begin, answer)
 
     async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
         sums: list[Sums] = []
-        await self._work.shard_by_shard(
+        await self.work.shard_by_shard(
             step.layout.costs[: len(step.layout.shards)], lambda i: step.measure(what, i, sums)
         )
         return step.sums_by_shard(sums)
@@ -390,7 +374,7 @@ class PsSync:
             RemoteProtocolError: A part of it is not here.
             ConfigurationError: Moving averages are not beside their variables.
             RuleError: A rule of a user's raised for some shard, which is as it was; all others are
-                updated. ps 0 then ends the group (``OutgoingSteps``).
+                updated. ps 0 then ends the group.
         """
         message = request.message
         if message.measures:
@@ -404,7 +388,7 @@ class PsSync:
             act=partial(self._judge_step, request, known),
             claim=partial(self._claim, message, known),
         )  # fmt: skip
-        if self._locks.num_exclusive and self._locks.blocks(self._keys_of(message, known)):
+        if self.locks.num_exclusive and self.locks.blocks(self._keys_of(message, known)):
             request.start(self._when_unlocked(self._keys_of(message, known), submit))
         else:
             submit(request)
@@ -412,20 +396,20 @@ class PsSync:
     def _claim(self, message: CloseStep, known: KnownGroup) -> Callable[[], None]:
         # Once it is judged its parts are gone.
         is_judged = self.staging.is_closed(message.group, message.step)
-        claim = self._locks.begin(known.touched if is_judged else self._keys_of(message, known))
-        return partial(self._locks.end, claim)
+        claim = self.locks.begin(known.touched if is_judged else self._keys_of(message, known))
+        return partial(self.locks.end, claim)
 
     async def _when_unlocked(
         self, keys: Sequence[Key], submit: Callable[[Request[Any]], None]
     ) -> None:
-        claim = self._locks.claim(keys)
+        claim = self.locks.claim(keys)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            await self._locks.turn(claim)
+            await self.locks.turn(claim)
             submit(awaited(FROM_CLOSER, done))
             await done
         finally:
-            self._locks.end(claim)
+            self.locks.end(claim)
 
     def _keys_of(self, message: CloseStep, known: KnownGroup) -> Sequence[Key]:
         """Return the shards that a step changes, if it is not closed."""
@@ -450,7 +434,7 @@ class PsSync:
         async def in_pieces() -> None:
             for what in step.alone:
                 step.norms.conclude(what, await self._measure_slowly(step, what))
-            await self._work.shard_by_shard(step.layout.costs, step.work)
+            await self.work.shard_by_shard(step.layout.costs, step.work)
 
         cost = step.layout.nbytes * (1 + len(step.alone))
         return Compute(step.layout.touched, done, cost, step.whole, in_pieces)
@@ -464,7 +448,7 @@ class PsSync:
                 each for each in message.pushes if ((each[0], each[1]), each[2]) not in here
             )
             raise RemoteProtocolError(
-                f"{self._task}: step {message.step} of {known.config.name} is to be closed with "
+                f"{self.task}: step {message.step} of {known.config.name} is to be closed with "
                 f"push {push} of {task} (incarnation {incarnation}), which has not come in yet"
             )
         return known.step_of(message, parts)
@@ -495,13 +479,14 @@ class PsSync:
         if known.rule.may_raise:
             failure = self.ledger.step_failures.get((message.group, message.step))
             if failure is not None:
-                error = exception_of(cast(Failure, decode(failure)), self._task)
+                error = exception_of(cast(Failure, decode(failure)), self.task)
                 self._refuse(message, error)
                 raise error
-        self.applied(message)
+        self._answer_step(message)
         request.answer(_DONE)
 
-    def _accept(self, message: CloseStep) -> None:
+    def _answer_step(self, message: CloseStep) -> None:
+        """A step is applied here: answer its pushes."""
         reads: Reads = {}
         for task, incarnation, push, _ in message.pushes:
             self.answer((message.group, (task, incarnation), push), _ACCEPTED, reads)
@@ -529,14 +514,56 @@ class PsSync:
     def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
-            raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
+            raise UsageError(f"{self.task}: {peer.task} may not close a step, only {CLOSER}")
         if not self.serves:
             self.check_served()
 
     def check_served(self) -> None:
         """Raise NotServedError unless this process serves its ps, for a coordinator."""
         if not self.serves:
-            raise NotServedError(f"{self._task} is not, or no longer, served by this process")
+            raise NotServedError(f"{self.task} is not, or no longer, served by this process")
+
+    # What ps 0 does besides, see ``StepCloser``.
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step that was decided is perhaps not applied everywhere."""
+        return False
+
+    def describe(self) -> list[str]:
+        """Say what open steps wait for, but for pushes; for reports."""
+        return []
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters of each group, by its name and number."""
+        return {}
+
+    def hear(self, message: ReportSchedule) -> None:
+        """Note a report of the coordinator."""
+
+    def fence(self, task: str, below: int) -> None:
+        """Incarnations of ``task`` below ``below`` are over, says an entry."""
+        self.staging.fence(task, below)
+
+    def expect_moves(self) -> None:
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``."""
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Take note of where each ps is served; if this was a backup, go on with the steps."""
+
+    async def pause(self, why: str) -> None:
+        """Close no step from now on; wait for those that are being closed. Cancellation: safe."""
+
+    def resume(self, why: str) -> None:
+        """End a pause."""
+
+    def replaced(self, error: PsyncError) -> None:
+        """Another one decides from now on: pending requests fail, and later ones."""
+        for key in list(self._waiting):
+            self.fail(key, error)
+
+    async def close(self) -> None:
+        """Close links to other ps tasks. Cancellation: they may be left open."""
 
     # A section of the state.
 
@@ -550,7 +577,7 @@ class PsSync:
         decided = sorted(
             [group, self.staging.step(group), known.spread, known.elsewhere]
             for group, known in self.groups.items()
-            if self.staging.step(group) is not None or known.outgoing is not None
+            if self.staging.step(group) is not None
         )
         return [held, decided, [group for group, known in self.groups.items() if known.broken]]
 
@@ -586,7 +613,7 @@ class PsSync:
         for group, step, elsewhere, spread, broken in groups:
             here = self.groups[group]
             if broken is not None:
-                here.broken = exception_of(cast(Failure, decode(broken)), self._task)
+                here.broken = exception_of(cast(Failure, decode(broken)), self.task)
             here.elsewhere, here.spread = elsewhere, spread
             if step >= 0:
                 self.staging.close(group, step - 1)

@@ -27,13 +27,21 @@ reservations are admission's, on the ps that serves: they decide nothing of what
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.store.rows import RowValues
+from psync.store.store import Adjacent
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Replica
+
+if TYPE_CHECKING:
+    from psync.ps.plans import Body, ShardSet
 
 BUDGET_VARIABLE = "PSYNC_LIMIT_STAGING_BYTES"
 """What sets the budget (``wire.limits``)."""
@@ -44,27 +52,30 @@ PushKey = tuple[int, Replica, int]
 Named = Iterable[tuple[str, int, int, float]]
 """(task, incarnation, push, weight) of each push of a step, as ``CloseStep`` has them."""
 
+Gradient: TypeAlias = np.ndarray | RowValues
 
-class Staged(Protocol):
-    """A part."""
+
+class Part(msgspec.Struct, eq=False):
+    """What a push brings to the shards of one ps."""
 
     key: PushKey
     local_step: int  # of the values that its gradients were computed from
+    known: ShardSet
+    gradients: Sequence[Gradient] | Adjacent  # views of the memory in which they came
+    body: Body  # that memory
     nbytes: int
-
-
-P = TypeVar("P", bound=Staged)
+    rows: Sequence[int] | None  # as in Update
 
 
 @dataclass(slots=True)
-class _Group(Generic[P]):
+class _Group:
     step: int | None = None  # None: no step was closed here yet
     fits: int = 0  # the largest part of which a step's worth is known to fit the budget
-    parts: dict[PushKey, P] = field(default_factory=dict)
+    parts: dict[PushKey, Part] = field(default_factory=dict)
     coming: dict[PushKey, tuple[int, int]] = field(default_factory=dict)  # local step, bytes
 
 
-class Staging(Generic[P]):
+class Staging:
     """The staged parts of one ps. Single owner; never blocks.
 
     Invariant: the bytes of all parts, those still coming in included, are within the budget.
@@ -81,7 +92,7 @@ class Staging(Generic[P]):
     def __init__(self, budget_bytes: int, task: str = "this ps") -> None:
         self._budget = budget_bytes
         self._task = task
-        self._groups: defaultdict[int, _Group[P]] = defaultdict(_Group)
+        self._groups: defaultdict[int, _Group] = defaultdict(_Group)
         self.steps: list[tuple[int, int]] = []
         self._bytes = 0
         self._peak = 0
@@ -134,7 +145,7 @@ class Staging(Generic[P]):
         if used > self._peak:
             self._peak = used
 
-    def stage(self, part: P) -> bool:
+    def stage(self, part: Part) -> bool:
         """Keep a part that has arrived.
 
         Returns:
@@ -167,17 +178,17 @@ class Staging(Generic[P]):
         self._bytes -= sum(part.nbytes for part in parts.values())
         parts.clear()
 
-    def held(self) -> list[P]:
+    def held(self) -> list[Part]:
         """Return all parts that have come in whole."""
         return [part for known in self._groups.values() for part in known.parts.values()]
 
-    def replace(self, key: PushKey, owned: Callable[[P], P]) -> None:
+    def replace(self, key: PushKey, owned: Callable[[Part], Part]) -> None:
         """Hold the part of a push in other memory, if it is held."""
         known = self._groups.get(key[0])
         if known is not None and key in known.parts:
             known.parts[key] = owned(known.parts[key])
 
-    def parts(self, group: int, pushes: Named) -> list[tuple[P, float]]:
+    def parts(self, group: int, pushes: Named) -> list[tuple[Part, float]]:
         """Return the parts of a step.
 
         Args:
@@ -188,7 +199,7 @@ class Staging(Generic[P]):
             The parts that are here and their weights, in the order of ``pushes``.
         """
         held = self._groups[group].parts
-        found: list[tuple[P, float]] = []
+        found: list[tuple[Part, float]] = []
         for task, incarnation, push, weight in pushes:
             part = held.get((group, (task, incarnation), push))
             if part is not None:

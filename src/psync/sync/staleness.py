@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 Replica = tuple[str, int]
@@ -76,7 +77,7 @@ class RoundClocks:
         self._clocks: dict[Replica, _Clock] = {}
         self._elsewhere: frozenset[Replica] = frozenset()
         self._highest = 0  # clock ever reached
-        self._waiting: dict[int, dict[Tick, None]] = {}  # by the clock that they wait with
+        self._waiting: dict[Tick, int] = {}  # the clock that each waits with, in order of arrival
         self._ticks = self._waits = 0
         self._ended = False
 
@@ -105,10 +106,9 @@ class RoundClocks:
             clock.ticks = number
             self._ticks += 1
             self._highest = max(self._highest, clock.value)
-        mine = clock.start + number
-        self._waiting.setdefault(mine, {})[tick] = None
+        self._waiting[tick] = clock.start + number
         released = self._release()
-        self._waits += is_new and mine in self._waiting
+        self._waits += is_new and tick in self._waiting
         return released
 
     def members(self, alive: Mapping[str, int], busy: AbstractSet[str] | None) -> list[Release]:
@@ -153,14 +153,11 @@ class RoundClocks:
     @property
     def waiting(self) -> set[Replica]:
         """Who waits here."""
-        return {(tick.task, tick.incarnation) for ticks in self._waiting.values() for tick in ticks}
+        return {(tick.task, tick.incarnation) for tick in self._waiting}
 
     def cancel(self, tick: Tick) -> None:
         """Nobody waits for this tick any more. The round stays done."""
-        for clock, ticks in list(self._waiting.items()):
-            ticks.pop(tick, None)
-            if not ticks:
-                del self._waiting[clock]
+        self._waiting.pop(tick, None)
 
     def end(self) -> list[Release]:
         """Training is over: release everybody, now and from now on."""
@@ -179,7 +176,7 @@ class RoundClocks:
             "clocks": self.clocks,
             "ticks": self._ticks,
             "waits": self._waits,
-            "waiting": sum(map(len, self._waiting.values())),
+            "waiting": len(self._waiting),
         }
 
     def _slowest(self) -> int:
@@ -195,12 +192,16 @@ class RoundClocks:
         """Let go who waits with a clock that the slowest one allows."""
         slowest = self._slowest()
         allowed = slowest + self.max_staleness
-        free = sorted(clock for clock in self._waiting if clock <= allowed or self._ended)
+        free = [
+            (clock, tick)
+            for tick, clock in self._waiting.items()
+            if clock <= allowed or self._ended
+        ]
         releases = []
-        for clock in free:
-            for tick in self._waiting.pop(clock):
-                releases.append(Release(tick, max(0, clock - slowest)))
-                known = self._clocks.get((tick.task, tick.incarnation))
-                if known is not None:
-                    known.released = max(known.released, tick.number)
+        for clock, tick in sorted(free, key=itemgetter(0)):
+            del self._waiting[tick]
+            releases.append(Release(tick, max(0, clock - slowest)))
+            known = self._clocks.get((tick.task, tick.incarnation))
+            if known is not None:
+                known.released = max(known.released, tick.number)
         return releases

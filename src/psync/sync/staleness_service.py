@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.errors import ConfigurationError, RemoteProtocolError
@@ -26,6 +27,7 @@ _Waiting = dict[Tick, list[Request[TickClock]]]
 """Several requests where one was repeated; each gets the rounds that the worker is ahead."""
 
 
+@dataclass(eq=False)
 class ClockService:
     """All bounds of one cluster, on one timeline of one coordinator.
 
@@ -33,28 +35,20 @@ class ClockService:
         task: Name of the ps, for messages.
         check_incarnation: Raises FencedError for a (task, incarnation) that is not served any more.
         in_groups: Says who waits in a synchronous group. When that changes, ``look_again``.
-
-    Attributes:
         wanted: Set once somebody waits for others: then the schedule decides how long.
         heeds_groups: Whether ``look_again`` does anything: there is a bound, or nobody has waited.
     """
 
-    def __init__(
-        self,
-        task: str,
-        check_incarnation: Callable[[str, int], None],
-        in_groups: Callable[[], frozenset[Replica]],
-    ) -> None:
-        self._task = task
-        self._check_incarnation = check_incarnation
-        self._in_groups = in_groups
-        self._bounds: dict[int, tuple[RoundClocks, _Waiting]] = {}
-        self.wanted = asyncio.Event()
-        self.heeds_groups = True
-        self._known = asyncio.Event()  # who has work
-        self._alive: dict[str, int] = {}
-        self._busy: frozenset[str] | None = None
-        self._ended = False
+    task: str
+    check_incarnation: Callable[[str, int], None]
+    in_groups: Callable[[], frozenset[Replica]]
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    heeds_groups: bool = True
+    _bounds: dict[int, tuple[RoundClocks, _Waiting]] = field(default_factory=dict)
+    _known: asyncio.Event = field(default_factory=asyncio.Event)  # who has work
+    _alive: Mapping[str, int] = field(default_factory=dict)
+    _busy: frozenset[str] | None = None
+    _ended: bool = False
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -78,13 +72,13 @@ class ClockService:
         Whoever is let go at one does not wait any more for another one: that lets nobody go there,
         but the next tick must find it so.
         """
-        if not self.wanted.is_set() and self._in_groups():
+        if not self.wanted.is_set() and self.in_groups():
             self.wanted.set()
         somebody_went = bool(self._bounds)
         self.heeds_groups = somebody_went or not self.wanted.is_set()
         while somebody_went:
             somebody_went = False
-            in_groups = self._in_groups()
+            in_groups = self.in_groups()
             for bound, (clocks, waiting) in self._bounds.items():
                 others = (each.waiting for key, (each, _) in self._bounds.items() if key != bound)
                 releases = clocks.elsewhere(in_groups.union(*others))
@@ -118,7 +112,7 @@ class ClockService:
         peer, message = request.peer, request.message
         if message.tick < 1 or message.max_staleness < 0:
             raise RemoteProtocolError(
-                f"{self._task}: expected a tick from 1 and a bound from 0 of {peer.task}, got "
+                f"{self.task}: expected a tick from 1 and a bound from 0 of {peer.task}, got "
                 f"tick {message.tick} and bound {message.max_staleness}"
             )
         if not self._known.is_set():
@@ -129,7 +123,7 @@ class ClockService:
 
     async def _tick_later(self, request: Request[TickClock]) -> None:
         await self._known.wait()
-        self._check_incarnation(*request.peer.client)
+        self.check_incarnation(*request.peer.client)
         self._judge(request)
 
     def _judge(self, request: Request[TickClock]) -> None:
@@ -151,7 +145,7 @@ class ClockService:
                 bound[0].end()
         elif bound[0].max_staleness != message.max_staleness:
             raise ConfigurationError(
-                f"{self._task}: optimizer {message.bound} has a staleness bound of "
+                f"{self.task}: optimizer {message.bound} has a staleness bound of "
                 f"{bound[0].max_staleness} rounds, got {message.max_staleness}"
             )
         return bound

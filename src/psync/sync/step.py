@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -16,14 +17,14 @@ import numpy as np
 
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.numerics.rules import Sums, clips_norms, slot_dtype
-from psync.ps.plans import Body, ShardSet
+from psync.numerics.sums import MeanGradient
+from psync.ps.plans import ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
-from psync.store.store import Adjacent, Gradients, Key, Means, Plan, ShardStore, Work, ones
+from psync.store.store import Gradients, Key, Means, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
-from psync.sync.staging import PushKey
-from psync.sync.steps import Close
+from psync.sync.staging import Gradient, Part
 from psync.wire.messages import CloseStep
 
 GLOBAL_STEP_DTYPE = "int64"
@@ -32,8 +33,6 @@ NOWHERE = 1 << 62
 """A step that is never reached."""
 
 NOTHING = ShardSet(())
-
-Gradient = np.ndarray | RowValues
 
 
 class RowsAsWhole:
@@ -59,18 +58,6 @@ class RowsAsWhole:
         return made.reshape(-1)[part.start - first * size : part.stop - first * size]
 
 
-class Part(msgspec.Struct, eq=False):
-    """What a push brings to the shards of one ps."""
-
-    key: PushKey
-    local_step: int
-    known: ShardSet
-    gradients: Sequence[Gradient] | Adjacent  # views of the memory in which they came
-    body: Body  # that memory
-    nbytes: int
-    rows: Sequence[int] | None  # as in Update
-
-
 class Average(NamedTuple):
     """A shard and its moving average, which is another shard of the same ps."""
 
@@ -92,6 +79,7 @@ class Layout(NamedTuple):
 NO_LAYOUT = Layout((), -1, (), 0, ())
 
 
+@dataclass(eq=False)
 class KnownGroup:
     """One group, as a ps knows it.
 
@@ -101,44 +89,65 @@ class KnownGroup:
         raw: The configuration as it came.
         config: The same.
         global_step: If that is here.
-        elsewhere: See there.
-
-    Attributes:
-        broken: A step could not be applied here: neither can others.
         elsewhere: On ps 0, the first step of which other ps tasks are told: before it, ps 0 is
             *alone*. ``NOWHERE``: nothing of the group is there so far. On another one 0.
+        broken: A step could not be applied here: neither can others.
+        touched: By its last step, which is perhaps being applied.
+        spread: On ps 0, whether a variable of a push lies on several ps tasks.
+        answered: Likewise, the last step of whose pushes those on every ps are answered.
+        one: By which the global step is raised.
     """
 
-    def __init__(
-        self,
-        store: ShardStore,
-        number: int,
-        raw: dict[str, Any],
-        config: SyncConfig,
-        global_step: Key | None,
-        elsewhere: int,
-    ) -> None:
-        self.store = store
-        self.number = number
-        self.raw = raw
-        self.config = config
-        self.global_step = global_step
-        self.broken: PsyncError | None = None
-        self.elsewhere = elsewhere
-        self.rule = store.rule(number)
+    store: ShardStore
+    number: int
+    raw: dict[str, Any]
+    config: SyncConfig
+    global_step: Key | None
+    elsewhere: int
+    broken: PsyncError | None = None
+    touched: Sequence[Key] = ()
+    spread: bool = False
+    answered: int = -1
+    one: np.ndarray | None = None
+    _layout: Layout = NO_LAYOUT  # of the last step whose pushes were alike
+
+    def __post_init__(self) -> None:
+        self.rule = self.store.rule(self.number)
         self.norms = StepNorms(self.rule)  # of steps that need none
         self.takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
-        self.touched: Sequence[Key] = ()  # by its last step, which is perhaps being applied
-        self.spread = False  # on ps 0: whether a variable of a push lies on several ps tasks
-        self.outgoing: Close | None = None  # likewise, the step that is decided, until all know
-        self.answered = -1  # likewise, the last step of whose pushes those on every ps are answered
-        self.one: np.ndarray | None = None  # by which the global step is raised
-        self._layout = NO_LAYOUT  # of the last step whose pushes were alike
 
     @functools.cached_property
     def averages(self) -> list[Average]:
-        """Its moving averages that are kept here."""
-        return averages_of(self.store, self.config, self.store.task)
+        """Its moving averages that are kept here.
+
+        Raises:
+            ConfigurationError: One is not beside its variable, or of another shape or dtype.
+            ValueMismatchError: One has a dtype of which there is no mean.
+        """
+        store, config, averages = self.store, self.config, list[Average]()
+        here: dict[int, set[int]] = {}
+        for variable, index in store.keys() if config.averages else ():
+            here.setdefault(variable, set()).add(index)
+        for variable, shadow in config.averages:
+            of_variable, of_shadow = here.get(variable, set()), here.get(shadow, set())
+            if of_variable != of_shadow:
+                raise ConfigurationError(
+                    f"{config.name} on {store.task}: variable {variable} has the shards "
+                    f"{sorted(of_variable)} here, its moving average {shadow} has "
+                    f"{sorted(of_shadow)}",
+                    hint="a variable and its moving average must be on the same ps tasks",
+                )
+            for index in sorted(of_variable):
+                spec, other = store.spec((variable, index)), store.spec((shadow, index))
+                if (spec.shape, spec.dtype) != (other.shape, other.dtype):
+                    raise ConfigurationError(
+                        f"{config.name}: {other} on {store.task}: expected shape {spec.shape} "
+                        f"{spec.dtype}, as {spec} has, whose moving average it is, got "
+                        f"{other.shape} {other.dtype}"
+                    )
+                slot_dtype(dtype_of(spec.dtype))
+                averages.append(Average(other.key, spec.key, spec.nbytes))
+        return averages
 
     def keys(self, shards: Sequence[Key]) -> Sequence[Key]:
         """Return what a step touches that changes these shards."""
@@ -270,24 +279,12 @@ class Step(msgspec.Struct, eq=False):
             position: Of the shard; one after the other, in order.
             into: Gets its sums of squares at the end.
         """
-        key = self.layout.shards[position]
-        gradients, rows = self._wholes_or_rows(position)
-        if rows and what != UPDATES:
-            return self.store.square_row_mean(key, self._row_mean(rows, position), into)
-        mean = self.store.mean_of(
-            gradients, self._weights_of(position), self.known.config.reduction, self._scale(key)
-        )
+        key, mean = self.layout.shards[position], self._mean(position)
+        if isinstance(mean, RowMean):
+            return self.store.square_row_mean(key, mean, into)
         if what == UPDATES:
             return self.store.measure(self.known.number, key, mean, self.optimizer_step, into)
         return self.store.square_mean(key, mean, into)
-
-    def measure_at_once(self, what: str) -> list[ShardSums]:
-        """Do a whole pass; for small shards, none of which is busy."""
-        sums: list[Sums] = []
-        for position in range(len(self.layout.shards)):
-            for _ in self.measure(what, position, sums):
-                pass
-        return self.sums_by_shard(sums)
 
     def sums_by_shard(self, sums: Sequence[Sums]) -> list[ShardSums]:
         """Return what a pass over all shards has measured, with their names."""
@@ -298,7 +295,11 @@ class Step(msgspec.Struct, eq=False):
         self.store.check_idle(self.layout.touched)
         first, known = 0, self.known
         for what in self.alone:
-            self.norms.conclude(what, self.measure_at_once(what))
+            sums: list[Sums] = []
+            for position in range(len(self.layout.shards)):
+                for _ in self.measure(what, position, sums):
+                    pass
+            self.norms.conclude(what, self.sums_by_shard(sums))
         if self.plan is not None and self.norms.scales is None and self.norms.ratios is None:
             first = len(self.layout.shards)
             means = Means(self.pushes, self.weights, known.config.reduction)
@@ -310,7 +311,12 @@ class Step(msgspec.Struct, eq=False):
     def work(self, position: int) -> Work:
         """Begin on one shard; then on one average; at last on the global step."""
         if position < len(self.layout.shards):
-            return self._mean(position)
+            key, mean = self.layout.shards[position], self._mean(position)
+            number, ratios = self.known.number, self.norms.ratios
+            if isinstance(mean, RowMean):
+                return self.store.apply_row_mean(number, key, mean, self.optimizer_step)
+            ratio = None if ratios is None else ratios[key[0]]
+            return self.store.apply_checked(number, key, mean, self.optimizer_step, ratio)
         position -= len(self.layout.shards)
         averages = self.known.averages
         if position == len(averages):
@@ -321,76 +327,20 @@ class Step(msgspec.Struct, eq=False):
         shadow, value, _ = averages[position]
         return self.store.average(shadow, value, self.known.config.decay_at(self.number + 1))
 
-    def _mean(self, position: int) -> Work:
-        key = self.layout.shards[position]
-        gradients, rows = self._wholes_or_rows(position)
-        number = self.known.number
-        if rows:
-            given = self._row_mean(rows, position)
-            return self.store.apply_row_mean(number, key, given, self.optimizer_step)
-        mean = self.store.mean_of(
-            gradients, self._weights_of(position), self.known.config.reduction, self._scale(key)
-        )
-        ratios = self.norms.ratios
-        ratio = None if ratios is None else ratios[key[0]]
-        return self.store.apply_checked(number, key, mean, self.optimizer_step, ratio)
-
-    def _wholes_or_rows(self, position: int) -> tuple[Sequence[np.ndarray], Sequence[RowValues]]:
-        """Return the gradients of a shard: rows, or if not all are rows, whole ones."""
+    def _mean(self, position: int) -> MeanGradient | RowMean:
+        """Return the mean of a shard's gradients: of rows, or if not all are rows, whole ones."""
+        config, scales = self.known.config, self.norms.scales
+        scale = 1.0 if scales is None else scales[self.layout.shards[position][0]]
         if self.plan is not None:
-            return [push[position] for push in self.pushes], ()
-        gradients = self._gradients[position]
+            wholes = [push[position] for push in self.pushes]
+            return self.store.mean_of(wholes, self.weights, config.reduction, scale)
+        gradients, weights = self._gradients[position], self._shard_weights[position]
         rows = [gradient for gradient in gradients if isinstance(gradient, RowValues)]
         if len(rows) == len(gradients):
-            return (), rows
+            per_index = config.sparse_divisor == "per_index"
+            return RowMean(rows, weights, config.reduction, per_index, scale)
         wholes = [
             cast(np.ndarray, RowsAsWhole(gradient)) if isinstance(gradient, RowValues) else gradient
             for gradient in gradients
         ]
-        return wholes, ()
-
-    def _weights_of(self, position: int) -> Sequence[float]:
-        return self._shard_weights[position] if self.plan is None else self.weights
-
-    def _scale(self, key: Key) -> float:
-        scales = self.norms.scales
-        return 1.0 if scales is None else scales[key[0]]
-
-    def _row_mean(self, rows: Sequence[RowValues], position: int) -> RowMean:
-        config = self.known.config
-        scale, weights = self._scale(self.layout.shards[position]), self._weights_of(position)
-        per_index = config.sparse_divisor == "per_index"
-        return RowMean(rows, weights, config.reduction, per_index, scale)
-
-
-def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Average]:
-    """Return the moving averages of a group that are kept on the ps ``task``.
-
-    Raises:
-        ConfigurationError: One is not beside its variable, or of another shape or dtype.
-        ValueMismatchError: One has a dtype of which there is no mean.
-    """
-    if not config.averages:
-        return []
-    here: dict[int, set[int]] = {}
-    for variable, index in store.keys():
-        here.setdefault(variable, set()).add(index)
-    averages = []
-    for variable, shadow in config.averages:
-        if here.get(variable, set()) != here.get(shadow, set()):
-            raise ConfigurationError(
-                f"{config.name} on {task}: variable {variable} has the shards "
-                f"{sorted(here.get(variable, ()))} here, its moving average {shadow} has "
-                f"{sorted(here.get(shadow, ()))}",
-                hint="a variable and its moving average must be on the same ps tasks",
-            )
-        for index in sorted(here.get(variable, ())):
-            spec, other = store.spec((variable, index)), store.spec((shadow, index))
-            if (spec.shape, spec.dtype) != (other.shape, other.dtype):
-                raise ConfigurationError(
-                    f"{config.name}: {other} on {task}: expected shape {spec.shape} {spec.dtype}, "
-                    f"as {spec} has, whose moving average it is, got {other.shape} {other.dtype}"
-                )
-            slot_dtype(dtype_of(spec.dtype))
-            averages.append(Average(other.key, spec.key, spec.nbytes))
-    return averages
+        return self.store.mean_of(wholes, weights, config.reduction, scale)

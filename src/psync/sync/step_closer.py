@@ -7,14 +7,14 @@ with the time at which it came; so the backup of ps 0 is told the same, and has 
     (group is new)   BeginGroup     ─► SyncSteps.define, init_tokens
     ReportSchedule   the same       ─► SyncSteps.members, schedule; end
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
-    a deadline       Tick           ─► SyncSteps.tick       to every ps (``OutgoingSteps``)
+    a deadline       Tick           ─► SyncSteps.tick       to every ps (``AllPs``)
     nobody waits     ForgetPush     ─► SyncSteps.forget
 
 A ps 0 that dies before the backup has an entry has told nobody of it: the closure runs again, and
 makes the same push. One object serves one coordinator and timeline. When another one comes, pending
 requests fail, and a step that is outgoing reaches no ps that already serves the newer one.
 
-Steps that are decided (``OutgoingSteps``) are carried to every ps, until all have applied them.
+Steps that are decided are carried to every ps (``AllPs``), until all have applied them.
 
     decided         the step is closing, or *outgoing*, a part of the state of ps 0
     norms measured  NormsMeasured, an entry: it is sent to be closed. Where no norms are needed that
@@ -55,43 +55,51 @@ backup until the coordinator has said where all ps tasks are served.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import msgspec
 
+from psync.client.link import Call, PsLink
+from psync.client.ps import PsClient
 from psync.cluster import task_name
 from psync.errors import (
     ClosedError,
     ConfigurationError,
+    ConnectionLost,
     FencedError,
+    NotServedError,
+    ParameterServerLost,
     PsyncError,
     RemoteProtocolError,
 )
-from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request
-from psync.net.platform import Platform
-from psync.numerics.memory import BlockPool
+from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
+from psync.net.endpoint import Endpoint
 from psync.ps.cooperative_work import Changing
 from psync.ps.executor import LATER, Later
-from psync.store.ledger import Client
-from psync.store.step_norms import Factors, StepNorms
-from psync.sync.ps_peers import AllPs
+from psync.specs import ShardSpec, VariableSpec
+from psync.store.step_norms import StepNorms
+from psync.store.sync_config import SyncConfig
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync, Reads
-from psync.sync.staging import PushKey
+from psync.sync.staging import Part, PushKey
 from psync.sync.staleness_service import ClockService
-from psync.sync.step import NOWHERE, Part
+from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE
 from psync.sync.steps import Action, Answer, Close, Contribution, Listed, Refuse, Replica, SyncSteps
 from psync.wire.codec import Message, decode, encode, replace
+from psync.wire.frames import Frame
 from psync.wire.messages import (
     AttachPs,
     BeginGroup,
     CloseStep,
+    Contributed,
     Done,
     Failure,
     FinishSteps,
+    FollowParts,
     ForgetPush,
     Held,
     Measured,
@@ -103,6 +111,8 @@ from psync.wire.messages import (
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
+
+logger = logging.getLogger(__name__)
 
 
 class LogClock:
@@ -137,8 +147,9 @@ class LogClock:
 
     def set_deadline(self, deadline: float | None) -> None:
         """Call at this time, and no other; None: at none."""
-        self.cancel()
-        self.deadline = deadline
+        if self._timer is not None:
+            self._timer.cancel()
+        self.deadline, self._timer = deadline, None
         if deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline + self._ahead, self._ring)
 
@@ -150,242 +161,9 @@ class LogClock:
         self.deadline = self._timer = None
         self._expired()
 
-    def cancel(self) -> None:
-        """Call at no time."""
-        self.deadline = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
 
 HOSTED = "it is a backup"
 """Why nothing is carried until the coordinator has said where all ps tasks are served."""
-
-
-class OutgoingSteps(Changing):
-    """The outgoing steps of one coordinator's cluster; requests wait for pauses, and for steps.
-
-    Args:
-        sync: The part of ps 0 itself.
-        all_ps: The ps tasks.
-        steps: The rule.
-        perform: Does what the rule has decided.
-        failed: Called with a group of which a step could not be applied: its pushes are over.
-        is_hosted: Whether it is that of a backup.
-
-    Attributes:
-        pauses: For what nothing is carried.
-        carried: Groups of which a step is on its way to every ps.
-    """
-
-    def __init__(
-        self,
-        sync: PsSync,
-        all_ps: AllPs,
-        steps: SyncSteps,
-        perform: Callable[[Iterable[Action]], None],
-        failed: Callable[[int], None],
-        *,
-        is_hosted: bool,
-    ) -> None:
-        super().__init__()
-        self.pauses = {HOSTED} if is_hosted else set()
-        self._wanted: set[str] = set()  # pauses that are wanted, also before they begin
-        self._is_over = False  # nothing is decided here any more
-        self._sync = sync
-        self._all_ps = all_ps
-        self._steps = steps
-        self._perform, self._failed = perform, failed
-        self.carried: set[int] = set()
-        self._self = AsIfFrom(FROM_CLOSER)
-        self._is_torn = False  # a step that was decided could not be applied everywhere
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether a step that was decided is perhaps not applied everywhere."""
-        return self._is_torn or bool(self.carried)
-
-    def decide(self, close: Close) -> None:
-        """A step is decided: it is outgoing from now on."""
-        self._sync.groups[close.group].outgoing = close
-        if not self.pauses:
-            self._carry(close)
-
-    def restore(self) -> None:
-        """Be where the rule is, which was restored: what it has decided is outgoing."""
-        for close in self._steps.closing():
-            self.decide(close)
-
-    def _carry(self, close: Close) -> None:
-        """Let every ps that has not done so apply a step."""
-        known = self._sync.groups[close.group]
-        self.carried.add(close.group)
-        norms, passes = known.norms, list[str]()
-        is_whole = close.step < known.elsewhere or len(self._all_ps.addresses) < 2
-        if known.takes_norms and not is_whole and not close.is_measured:
-            norms = StepNorms(known.rule)
-            passes = norms.passes_together(spread=known.spread)
-        self._go_on(close, norms, passes)
-
-    def _go_on(self, close: Close, norms: StepNorms, passes: list[str]) -> None:
-        """Begin the next round of a step."""
-        step = close.group, None, close.step, close.pushes
-        if passes:
-            known = _listed(norms.scales), _listed(norms.ratios)
-            then = functools.partial(self._measured, close, norms, passes)
-            self._all_ps.tell(CloseStep(*step, *known, passes[0]), close.places, then)
-        else:
-            message = CloseStep(*step, close.scales, close.ratios)
-            self._all_ps.tell(message, close.places, functools.partial(self._ended, close))
-
-    def _measured(
-        self,
-        close: Close,
-        norms: StepNorms,
-        passes: list[str],
-        answers: list[Message],
-        failed: Exception | None,
-    ) -> None:
-        if failed is None:
-            try:
-                self._conclude(norms, passes, answers)
-            except Exception as exc:
-                failed = exc
-        if failed is not None:
-            self._ended(close, [], failed)
-        elif passes:
-            self._go_on(close, norms, passes)
-        else:
-            factors = _listed(norms.scales), _listed(norms.ratios)
-            message = NormsMeasured(close.group, close.step, *factors)
-
-            def act() -> None:
-                self.note_factors(message)
-                self._go_on(close, norms, passes)
-
-            self._submit(close, message, act)
-
-    def _conclude(self, norms: StepNorms, passes: list[str], answers: list[Message]) -> None:
-        sums = [
-            (variable, index, first, second)
-            for each in cast(list[Measured], answers)
-            for variable, index, first, second in each.sums
-        ]
-        norms.conclude(passes.pop(0), sums)
-
-    def _submit(self, close: Close, message: Message, act: Callable[[], None]) -> None:
-        """Put into the log how far a step is; once that has ended, another one carries it again."""
-
-        def dropped(outcome: object) -> None:
-            if isinstance(outcome, PsyncError):
-                self.carried.discard(close.group)
-                self.wake()
-
-        request = OwnRequest(self._self, message, (), dropped)
-        self._sync.executor.submit(request, message, (), act)
-
-    def note_factors(self, message: NormsMeasured) -> None:
-        """Execute an entry: a step that is outgoing is to be closed with these factors."""
-        close = self._sync.groups[message.group].outgoing
-        if close is not None and close.step == message.step:
-            close.is_measured = True
-            close.scales, close.ratios = message.scales, message.ratios
-
-    def _ended(self, close: Close, _: list[Message], failed: Exception | None) -> None:
-        """Every ps has applied a step, or it cannot be."""
-        failure = b""
-        if failed is not None:
-            if not isinstance(failed, PsyncError):
-                failed = PsyncError(f"{type(failed).__name__} while a step was applied: {failed}")
-            failure = encode(failure_of(failed))
-            self._is_torn = True
-
-        message = StepApplied(close.group, close.step, failure)
-
-        def act() -> None:
-            self.carried.discard(close.group)
-            self.note_applied(message)
-            if self.waiting:
-                self.wake()
-
-        self._submit(close, message, act)
-
-    def note_applied(self, message: StepApplied) -> None:
-        """Execute an entry: a step is outgoing no more."""
-        group = message.group
-        self._sync.groups[group].outgoing = None
-        if not message.failure:
-            self._perform(self._steps.closed(group, message.step))
-            return
-        error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
-        logger.error(
-            "%s: step %d of %s cannot be closed: %s",
-            CLOSER, message.step, self._sync.groups[group].config.name, error.message,
-        )  # fmt: skip
-        self._perform(self._steps.close_failed(group, error))
-        self._sync.end_group(group, error)
-        self._failed(group)
-
-    async def finish(self, client: Client, message: FinishSteps) -> None:
-        """Nothing is left to do: let all that was counted be applied, as far as it can be.
-
-        Raises:
-            PsyncError: The log has ended.
-
-        Cancellation: Safe.
-        """
-        asked = False  # after what is in the log by now
-        while not (self._is_over or (asked and self._steps.is_settled)):
-            if self.carried or self.pauses or (asked and self._steps.closing()):
-                await self.changed()
-            else:  # also if something was counted behind what was asked
-                await self._sync.executor.run(client, message, self.close_all)
-                asked = True
-
-    def close_all(self, _: FinishSteps) -> None:
-        """Execute an entry: close the steps in which something was counted."""
-        self._perform(self._steps.finish())
-
-    def end(self) -> None:
-        """Another one decides from now on, or nobody."""
-        self._is_over = True
-        self.wake()
-
-    # Pausing.
-
-    async def pause(self, why: str) -> None:
-        """Carry no step from now on, and wait for those that are on their way.
-
-        On what was a backup that begins when it serves: until then a step may be outgoing whose
-        parts are applied here, and nowhere else.
-
-        Cancellation: Safe; it may be paused.
-        """
-        self._wanted.add(why)
-        while HOSTED in self.pauses and not self._is_over:
-            await self.changed()
-        if why not in self._wanted:  # it has ended meanwhile
-            return
-        self.pauses.add(why)
-        while self.carried:
-            await self.changed()
-
-    def resume(self, why: str) -> None:
-        """End a pause; carry what was decided meanwhile if it was the last."""
-        self.pauses.discard(why)
-        self._wanted.discard(why)
-        if not self.pauses and not self._is_over:
-            for group, known in self._sync.groups.items():
-                if known.outgoing is not None and group not in self.carried:
-                    self._carry(known.outgoing)
-        self.wake()
-
-
-def _listed(factors: Factors | None) -> Listed:
-    return None if factors is None else list(factors.items())
-
-
-logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
 """What an open step has lacked at two looks is shown to people, and what it has lacked for another
@@ -403,65 +181,58 @@ class _Here(msgspec.Struct, eq=False):
     is_over: bool = False  # the rule was asked, or nobody waits for it
 
 
-class StepCloser:
-    """Decides the synchronous steps of one coordinator's cluster, and closes them.
+@dataclass(eq=False)
+class StepCloser(PsSync):
+    """The synchronous groups of ps 0, which decides the steps of its cluster, and closes them.
 
     Args:
-        platform: Network, secret.
         attach: Says who the coordinator is, and where the ps tasks are.
-        sync: The part of ps 0 itself.
-        pool: Memory for what comes in.
         clocks: Told when ``steps.waiting`` may have changed.
         timeline: How often the cluster has rolled back to a snapshot.
         is_hosted: Whether it is that of a backup.
 
     Attributes:
         all_ps: The ps tasks, and where they are served.
-        steps: The rule.
-        outgoing: The steps that are decided.
+        carried: Groups of which a step is on its way to every ps.
+        pauses: For what nothing is carried.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        attach: AttachPs,
-        sync: PsSync,
-        pool: BlockPool,
-        clocks: ClockService,
-        timeline: int = 0,
-        *,
-        is_hosted: bool = False,
-    ) -> None:
-        self.steps = platform.parts.of(SyncSteps)(len(attach.ps_addresses) - 1)
-        self._coordinator = (task_name("chief", 0), attach.coordinator)
-        self._sync = sync
-        self.all_ps = AllPs(platform, attach, sync, pool, self._heard, self._unheard, timeline)
-        self._clocks = clocks
-        self._loop = asyncio.get_running_loop()
-        sync.took, sync.judged, sync.left = self._took, self._judge, self._left
-        sync.applied = self._applied
-        self.outgoing = platform.parts.of(OutgoingSteps)(
-            sync, self.all_ps, self.steps, self._perform,
-            self._go_on_without, is_hosted=is_hosted,
-        )  # fmt: skip
+    attach: AttachPs
+    clocks: ClockService
+    timeline: int
+    is_hosted: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps = self.platform.parts.of(SyncSteps)(len(self.attach.ps_addresses) - 1)
+        self.all_ps = AllPs(self)
+        self.carried: set[int] = set()
+        self.pauses = {HOSTED} if self.is_hosted else set()
+        self._wanted: set[str] = set()  # pauses that are wanted, also before they begin
+        self._carrying = Changing()  # what is carried, and pauses
+        self._is_torn = False  # a step that was decided could not be applied everywhere
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
+        self._loop = asyncio.get_running_loop()
         self._clock = LogClock(self._expired)
         self._lacked: Mapping[str, int] = {}  # at how many looks in a row
+        self.over: PsyncError | None = None  # why nothing is decided here any more
         self._look()
-        self._over: PsyncError | None = None  # why nothing is decided here any more
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
+            **super().handlers(),
             BeginGroup: Handler(self._init_tokens),
             FinishSteps: Handler(self._finish),
         }
+
+    # Reports.
 
     def describe(self) -> list[str]:
         """Say what open steps wait for, but for pushes; for reports."""
         return [
             f"step {self.steps.present(group)} of {known.config.name} waits for {lack}"
-            for group, known in self._sync.groups.items()
+            for group, known in self.groups.items()
             for lack in self._lacks(group)
         ]
 
@@ -476,110 +247,111 @@ class StepCloser:
 
     def _lacks(self, group: int) -> list[str]:
         lacks = list[str]()
-        outgoing = self._sync.groups[group].outgoing
-        if outgoing is not None and group in self.outgoing.carried:
-            lacks = [
-                f"/job:ps/task:{ps}, which applies step {outgoing.step}"
-                for ps in self.all_ps.awaited(group)
-            ]
-        elif outgoing is not None:
-            lacks = [f"the end of a pause ({', '.join(sorted(self.outgoing.pauses))})"]
-        parts = [
-            (task, push, ps)
-            for (number, (task, _), push), here in self._here.items()
-            if number == group and not here.is_over
-            for ps in ((0,) if here.waits is None else here.waits[1].known.others)
-            if ps not in here.held
-        ]
-        return lacks + [
-            f"the part of {task} at /job:ps/task:{ps} (push {push})" for task, push, ps in parts
-        ]
+        for step in [close.step for close in self.steps.closing() if close.group == group]:
+            if group in self.carried:
+                away = sorted(self.all_ps.away.get(group, ())) or [0]
+                lacks = [f"/job:ps/task:{ps}, which applies step {step}" for ps in away]
+            else:
+                lacks = [f"the end of a pause ({', '.join(sorted(self.pauses))})"]
+        for (number, (task, _), push), here in self._here.items():
+            if number == group and not here.is_over:
+                wanted = (0,) if here.waits is None else here.waits[1].known.others
+                lacks += [
+                    f"the part of {task} at /job:ps/task:{ps} (push {push})"
+                    for ps in wanted
+                    if ps not in here.held
+                ]
+        return lacks
 
     def _look(self) -> None:
         """Look what open steps lack, again and again; log what they have lacked for long."""
-        lacks = [lack for group in self._sync.groups for lack in self._lacks(group)]
+        lacks = [lack for group in self.groups for lack in self._lacks(group)]
         self._lacked = {lack: self._lacked.get(lack, 0) + 1 for lack in lacks}
-        is_hosted = HOSTED in self.outgoing.pauses  # its primary says it
+        is_hosted = HOSTED in self.pauses  # its primary says it
         if not is_hosted and any(looks % LOOKS_A_NOTE == 0 for looks in self._lacked.values()):
             for line in self.describe():
                 logger.warning("%s: %s", CLOSER, line)
         self._looking = self._loop.call_later(LOOK_EVERY_S, self._look)
 
-    # A section of the state, with that of what ps 0 has itself.
+    # A section of the state, with what every ps has.
 
     def control(self) -> list[Any]:
         """Return what is staged and decided, and the state of the rule."""
-        return [*self._sync.control(), self.steps.snapshot()]
+        return [*super().control(), self.steps.snapshot()]
 
     async def live(self, arrays: list[memoryview]) -> Any:
-        """Return what ps 0 has itself, and the state of the rule."""
-        return await self._sync.live(arrays), self.steps.snapshot()
+        """Return what every ps has, and the state of the rule."""
+        return await super().live(arrays), self.steps.snapshot()
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
-        """Be where the rule is of the one whose backup this is."""
+        """Restore both."""
         held, rule = state
-        await self._sync.restore(held, arrays)
-        configs = {group: known.config for group, known in self._sync.groups.items()}
-        self.steps.restore(rule, configs)
+        await super().restore(held, arrays)
+        self.steps.restore(rule, {group: known.config for group, known in self.groups.items()})
         self._clock.note(rule["now"])
-        self.outgoing.restore()
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes which entry of the log of the one whose backup this is."""
 
-        logged = self._sync.executor.logged
-
         def replay(act: Callable[[Any], None]) -> Handler:
             return logged(Handler(lambda request: act(request.message)))
 
+        logged = self.executor.logged
         return {
-            **self._sync.replayed(),
+            **super().replayed(),
             ForgetPush: logged(Handler(lambda r: self._forget(r.peer.client, r.message))),
             BeginGroup: replay(self._define),
             ReportSchedule: replay(self._set_members),
             Tick: replay(self._tick),
-            NormsMeasured: replay(self.outgoing.note_factors),
-            StepApplied: replay(self.outgoing.note_applied),
-            FinishSteps: replay(self.outgoing.close_all),
+            NormsMeasured: replay(self._note_factors),
+            StepApplied: replay(self._note_applied),
+            FinishSteps: replay(self._close_all),
         }
-
-    def _note(self, message: Message, act: Callable[[Any], None]) -> None:
-        """Put into the log what nobody waits for; nothing once that has ended."""
-        self._sync.executor.note(FROM_CLOSER, message, lambda: act(message))
 
     # Its end, and the end of its life as a backup.
 
-    def replaced(self, why: str) -> None:
+    def replaced(self, error: PsyncError) -> None:
         """Another one decides from now on: pending requests fail, and later ones."""
-        self._over = FencedError(f"{CLOSER} {why}")
-        self._looking.cancel()
+        self._end(error)
         self._here.clear()
-        self._sync.fail_all(self._over)
-        self.outgoing.end()
-
-    def serve(self) -> None:
-        """It was a backup, and the coordinator has said where all ps tasks are served."""
-        if HOSTED in self.outgoing.pauses:
-            self._clock.go_on()
-            self.outgoing.resume(HOSTED)
-            self._perform(())  # the timer
+        super().replaced(error)
 
     async def close(self) -> None:
         """Close the links to the other ps tasks; a step that is outgoing gets no further.
 
         Cancellation: Links may be left open.
         """
-        self._over = self._over or ClosedError(f"{CLOSER} ends")
-        self._looking.cancel()
-        self.outgoing.end()
-        self._clock.cancel()
+        self._end(ClosedError(f"{CLOSER} ends"))
+        self._clock.set_deadline(None)
         await self.all_ps.close()
+
+    def _end(self, error: PsyncError) -> None:
+        self.over = self.over or error
+        self._looking.cancel()
+        self._carrying.wake()
+
+    def expect_moves(self) -> None:
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``."""
+        self.all_ps.expect_moves()
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Take note of where each ps is served; if this was a backup, go on with the steps."""
+        if list(addresses) != self.all_ps.addresses:
+            self.all_ps.move(addresses)
+        self.serve()
+
+    def serve(self) -> None:
+        """Go on with the steps, if this was a backup: where all ps tasks are served is known."""
+        if HOSTED in self.pauses:
+            self._clock.go_on()
+            self.resume(HOSTED)
+            self._perform(())  # the timer
 
     # Pushes.
 
-    def _took(self, request: Request[Update], part: Part) -> None:
-        """The part of a push has come in that is for ps 0."""
-        if self._over is not None:
+    def took(self, request: Request[Update], part: Part) -> None:
+        """Take the part of a push that is for ps 0: it is judged when all have theirs."""
+        if self.over is not None:
             self._check()
         key, others = part.key, part.known.others
         if not self.all_ps.following.keys() >= {*others}:
@@ -588,24 +360,24 @@ class StepCloser:
         if is_stale is None:
             request.start(self._take_first(request, part))
         elif is_stale or not others:
-            self._sync.submit(request, part)
+            self.submit(request, part)
         else:
             here = self._here.get(key)
             if here is None:
                 here = self._here[key] = _Here(part.local_step)
             here.is_over = here.held.issuperset(others)
             if here.is_over:
-                self._sync.submit(request, part)
+                self.submit(request, part)
             else:
-                self._sync.wait(request, part)
+                self.wait(request, part)
                 here.waits = request, part
 
     async def _take_first(self, request: Request[Update], part: Part) -> None:
         """The group is new: its first step is that of the global step."""
         await self._begin(part.known.optimizer)
-        self._took(request, part)
+        self.took(request, part)
 
-    def _heard(self, request: Request[Held]) -> None:
+    def heard(self, request: Request[Held]) -> None:
         """Another ps holds parts of pushes. It says so again on each connection."""
         message = request.message
         if request.peer.task != f"/job:ps/task:{message.ps}":
@@ -614,7 +386,7 @@ class StepCloser:
             key = group, (task, incarnation), push
             here = self._here.get(key)
             if here is None:
-                if self._over is not None or self.steps.is_stale(group, local_step):
+                if self.over is not None or self.steps.is_stale(group, local_step):
                     continue
                 here = self._here[key] = _Here(local_step)
             here.held.add(message.ps)
@@ -623,14 +395,14 @@ class StepCloser:
                 is_complete = here.held.issuperset(part.known.others)
                 if is_complete or self.steps.is_stale(group, local_step):
                     here.waits, here.is_over = None, True
-                    self._sync.submit(waiting, part)
+                    self.submit(waiting, part)
 
-    def _unheard(self, ps: int, error: Exception) -> None:
+    def unheard(self, ps: int, error: Exception) -> None:
         """A ps is lost: pushes that wait for their parts there fail."""
         for key, here in list(self._here.items()):
             if here.waits is not None and ps in here.waits[1].known.others and ps not in here.held:
                 here.waits, here.is_over = None, True
-                self._sync.fail(key, error)
+                self.fail(key, error)
 
     def _go_on_without(self, group: int, step: int = NOWHERE) -> None:
         """As ``_go_on``, of pushes that count in no later step than this: they are stale."""
@@ -643,77 +415,67 @@ class StepCloser:
         for key in keys:
             here = self._here.pop(key)
             if here.waits is not None:
-                self._sync.submit(*here.waits)
+                self.submit(*here.waits)
 
     def _judge(self, request: Request[Update], part: Part) -> Later:
+        """Hold a part, and let the rule decide. Raises nothing."""
         request.segments = ()
         message, known = request.message, part.known
         group, replica, push = part.key
         try:
-            self._sync.ledger.check_incarnation(*replica)
+            self.ledger.check_incarnation(*replica)
         except PsyncError as exc:
-            self._sync.staging.give_back(part.key)
-            self._sync.fail(part.key, exc)
+            self.staging.give_back(part.key)
+            self.fail(part.key, exc)
             return LATER
-        here = self._sync.groups[group]
+        here = self.groups[group]
         if here.broken is None:
-            self._sync.staging.stage(part)
+            self.staging.stage(part)
         else:
-            self._sync.staging.give_back(part.key)
+            self.staging.give_back(part.key)
         here.spread = here.spread or known.spread
         if known.others and here.elsewhere == NOWHERE:
             here.elsewhere = self.steps.present(group)
-        self._perform(
-            self.steps.contribute(
-                group,
-                Contribution(
-                    replica, push, message.acked_below,
-                    message.closure if message.closure >= 0 else None, message.ordinal,
-                    known.variable_set, message.local_step, message.weight, known.others,
-                ),
-            )
+        closure = message.closure if message.closure >= 0 else None
+        contribution = Contribution(
+            replica, push, message.acked_below, closure, message.ordinal, known.variable_set,
+            message.local_step, message.weight, known.others,
         )  # fmt: skip
-        if self.outgoing.waiting:
-            self.outgoing.wake()  # a join waits
+        self._perform(self.steps.contribute(group, contribution))
+        if self._carrying.waiting:
+            self._carrying.wake()  # a join waits
         return LATER
 
-    def _left(self, key: PushKey) -> None:
+    def _forsake(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""
         group, replica, push = key
         if key in self._here:  # what others hold they have told, and it may come again
             self._here[key].waits, self._here[key].is_over = None, True
         message = ForgetPush(group, push)
-        self._sync.executor.note(replica, message, lambda: self._forget(replica, message))
+        self.executor.note(replica, message, lambda: self._forget(replica, message))
 
     def _forget(self, replica: Replica, message: ForgetPush) -> None:
         self.steps.forget(message.group, replica, message.push)
         self._perform(())
 
+    def _check(self) -> None:
+        if self.over is not None:
+            raise self.over.with_traceback(None)  # it is raised many times
+
+    # The first step of a group, and the end of all.
+
     async def _init_tokens(self, request: Request[BeginGroup]) -> None:
         message = request.message
         self._check()
-        self._sync.known(message.group, message.config)
+        self.known(message.group, message.config)
         if self.steps.is_stale(message.group, 0) is None:
             await self._begin(message.group)
-        await self._sync.executor.run(request.peer.client, message, self._define)
+        await self.executor.run(request.peer.client, message, self._define)
         request.answer(Number(self.steps.present(message.group)))
-
-    async def _finish(self, request: Request[FinishSteps]) -> None:
-        client = request.peer.client
-        if client != self._coordinator:
-            raise FencedError(f"{CLOSER}: {client[0]} is not the coordinator that it serves")
-        await self.outgoing.finish(client, request.message)
-        request.answer(Done())
-
-    def _check(self) -> None:
-        if self._over is not None:
-            raise self._over.with_traceback(None)  # it is raised many times
-
-    # The first step of a group.
 
     async def _begin(self, group: int) -> None:
         """Begin a group at the present global step; whoever has read it first decides."""
-        known = self._sync.groups[group]
+        known = self.groups[group]
         try:
             step = await self.all_ps.read_global_step(known.config)
             if step < 0:
@@ -721,20 +483,42 @@ class StepCloser:
                     f"{known.config.name}: expected a global step of at least 0, got {step}"
                 )
             message = BeginGroup(group, known.raw, step=step)
-            await self._sync.executor.run(FROM_CLOSER, message, self._define)
+            await self.executor.run(FROM_CLOSER, message, self._define)
         except PsyncError:
             self._check()
             raise
         self._check()
 
     def _define(self, message: BeginGroup) -> None:
-        config = self._sync.known(message.group, message.config).config
+        config = self.known(message.group, message.config).config
         if message.step >= 0:
             self.steps.define(message.group, config, message.step)
         if message.count is not None:
             self._perform(self.steps.init_tokens(message.group, message.count))
 
+    async def _finish(self, request: Request[FinishSteps]) -> None:
+        """Nothing is left to do: let all that was counted be applied, as far as it can be."""
+        client = request.peer.client
+        if client != (task_name("chief", 0), self.attach.coordinator):
+            raise FencedError(f"{CLOSER}: {client[0]} is not the coordinator that it serves")
+        asked = False  # after what is in the log by now
+        while self.over is None and not (asked and self.steps.is_settled):
+            if self.carried or self.pauses or (asked and self.steps.closing()):
+                await self._carrying.changed()
+            else:  # also if something was counted behind what was asked
+                await self.executor.run(client, request.message, self._close_all)
+                asked = True
+        request.answer(Done())
+
+    def _close_all(self, _: FinishSteps) -> None:
+        """Execute an entry: close the steps in which something was counted."""
+        self._perform(self.steps.finish())
+
     # Membership, and time.
+
+    def _note(self, message: Message, act: Callable[[Any], None]) -> None:
+        """Put into the log what nobody waits for; nothing once that has ended."""
+        self.executor.note(FROM_CLOSER, message, lambda: act(message))
 
     def hear(self, message: ReportSchedule) -> None:
         """Note a report of the coordinator."""
@@ -750,8 +534,9 @@ class StepCloser:
         closures = [closure for closure, _ in message.in_flight]
         self._perform([*actions, *self.steps.schedule(message.queued, closures)])
 
-    def lost(self, task: str, below: int) -> None:
+    def fence(self, task: str, below: int) -> None:
         """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
+        super().fence(task, below)
         self._go_on([key for key in self._here if key[1][0] == task and key[1][1] < below])
         self._perform(self.steps.fence(task, below))
 
@@ -762,40 +547,413 @@ class StepCloser:
         self._clock.note(message.now)
         self._perform(self.steps.tick(message.now))
 
-    def _applied(self, message: CloseStep) -> None:
-        """A step is applied here: answer the pushes of which each ps has a part."""
-        known = self._sync.groups[message.group]
-        if known.outgoing is not None and known.outgoing.step == message.step:
-            known.answered = message.step
-            reads: Reads = {}
-            for answer in known.outgoing.answers:
-                self._answer(answer, reads)
-
-    def _answer(self, answer: Answer, reads: Reads) -> None:
-        alone = answer.token <= self._sync.groups[answer.group].elsewhere
-        key, made = (answer.group, answer.replica, answer.number), partial(answer.message, alone)
-        self._sync.answer(key, made, reads if answer.count else None)
+    # What the rule has decided.
 
     def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
         reads: Reads = {}
         for action in actions:
-            if isinstance(action, Close):
-                self.outgoing.decide(action)
+            if type(action) is Close:
+                if not self.pauses:
+                    self._carry(action)
                 self._loop.call_soon(self._go_on_without, action.group, action.step)
-            elif self._over is None:
-                key = action.group, action.replica, action.number
-                if isinstance(action, Refuse):
-                    self._sync.fail(key, action.error)
-                    continue
-                known = self._sync.groups[action.group]
-                close = known.outgoing
-                if close is None or known.answered == close.step or action not in close.answers:
+            elif self.over is not None:
+                continue
+            elif type(action) is Answer:
+                close = self.steps.groups[action.group].closing
+                answered = self.groups[action.group].answered
+                if close is None or answered == close.step or action not in close.answers:
                     self._answer(action, reads)
+            elif type(action) is Refuse:
+                self.fail((action.group, action.replica, action.number), action.error)
         may_wait = self.steps.is_short or self._clock.deadline is not None
-        if may_wait and HOSTED not in self.outgoing.pauses and self._over is None:
+        if may_wait and HOSTED not in self.pauses and self.over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:
                 self._clock.set_deadline(deadline)
-        if self._clocks.heeds_groups:
-            self._clocks.look_again()
+        if self.clocks.heeds_groups:
+            self.clocks.look_again()
+
+    def _answer_step(self, message: CloseStep) -> None:
+        """A step is applied here: answer the pushes of which each ps has a part."""
+        close = self.steps.groups[message.group].closing
+        if close is not None and close.step == message.step:
+            self.groups[message.group].answered = message.step
+            reads: Reads = {}
+            for answer in close.answers:
+                self._answer(answer, reads)
+
+    def _answer(self, answer: Answer, reads: Reads) -> None:
+        alone = answer.token <= self.groups[answer.group].elsewhere
+        message = Contributed(
+            answer.group, answer.outcome, answer.staleness, answer.token, answer.partial,
+            answer.count, None, alone,
+        )  # fmt: skip
+        key = answer.group, answer.replica, answer.number
+        self.answer(key, message, reads if answer.count else None)
+
+    # Steps that are decided.
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step that was decided is perhaps not applied everywhere."""
+        return self._is_torn or bool(self.carried)
+
+    async def pause(self, why: str) -> None:
+        """Carry no step from now on, and wait for those that are on their way.
+
+        On what was a backup that begins when it serves: until then a step may be outgoing whose
+        parts are applied here, and nowhere else.
+
+        Cancellation: Safe; it may be paused.
+        """
+        self._wanted.add(why)
+        while HOSTED in self.pauses and self.over is None:
+            await self._carrying.changed()
+        if why not in self._wanted:  # it has ended meanwhile
+            return
+        self.pauses.add(why)
+        while self.carried:
+            await self._carrying.changed()
+
+    def resume(self, why: str) -> None:
+        """End a pause; carry what was decided meanwhile if it was the last."""
+        self.pauses.discard(why)
+        self._wanted.discard(why)
+        if not self.pauses and self.over is None:
+            for close in self.steps.closing():
+                if close.group not in self.carried:
+                    self._carry(close)
+        self._carrying.wake()
+
+    def _carry(self, close: Close) -> None:
+        """Let every ps apply a step, once its norms are measured, if it needs any."""
+        known = self.groups[close.group]
+        self.carried.add(close.group)
+        is_whole = close.step < known.elsewhere or len(self.all_ps.addresses) < 2
+        if known.takes_norms and not is_whole and not close.is_measured:
+            norms = StepNorms(known.rule)
+            passes = norms.passes_together(spread=known.spread)
+            if passes:
+                self.all_ps.own.spawn(self._measure_all(close, norms, passes))
+                return
+        step = close.group, None, close.step, close.pushes, close.scales, close.ratios
+        self.all_ps.tell(CloseStep(*step), close.places, partial(self._ended, close))
+
+    async def _measure_all(self, close: Close, norms: StepNorms, passes: Sequence[str]) -> None:
+        """Let every ps measure a step, and apply it with the factors that follow from that."""
+        try:
+            for what in passes:
+                measured: asyncio.Future[list[Message]] = self._loop.create_future()
+                step = close.group, None, close.step, close.pushes, *_factors(norms), what
+                self.all_ps.tell(CloseStep(*step), close.places, partial(_settle, measured))
+                self._conclude(norms, what, await measured)
+            message = NormsMeasured(close.group, close.step, *_factors(norms))
+            await self.executor.run(FROM_CLOSER, message, self._note_factors)
+        except Exception as exc:
+            self._ended(close, [], exc)
+        else:
+            self._carry(close)
+
+    def _conclude(self, norms: StepNorms, what: str, answers: list[Message]) -> None:
+        sums = [
+            (variable, index, first, second)
+            for each in cast(list[Measured], answers)
+            for variable, index, first, second in each.sums
+        ]
+        norms.conclude(what, sums)
+
+    def _note_factors(self, message: NormsMeasured) -> None:
+        """Execute an entry: a step that is outgoing is to be closed with these factors."""
+        close = self.steps.groups[message.group].closing
+        if close is not None and close.step == message.step:
+            close.is_measured = True
+            close.scales, close.ratios = message.scales, message.ratios
+
+    def _ended(self, close: Close, _: list[Message], failed: Exception | None) -> None:
+        """Every ps has applied a step, or it cannot be: put that into the log.
+
+        Once that has ended, another one carries the step again.
+        """
+        failure = b""
+        if failed is not None:
+            if not isinstance(failed, PsyncError):
+                failed = PsyncError(f"{type(failed).__name__} while a step was applied: {failed}")
+            failure = encode(failure_of(failed))
+        message = StepApplied(close.group, close.step, failure)
+
+        def dropped(outcome: object) -> None:
+            if isinstance(outcome, PsyncError):
+                self.carried.discard(close.group)
+                self._carrying.wake()
+
+        request = OwnRequest(self.all_ps.own, message, (), dropped)
+        self.executor.submit(request, message, (), partial(self._note_applied, message))
+
+    def _note_applied(self, message: StepApplied) -> None:
+        """Execute an entry: a step is outgoing no more."""
+        group = message.group
+        self.carried.discard(group)
+        if not message.failure:
+            self._perform(self.steps.closed(group, message.step))
+        else:
+            self._is_torn = True
+            error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
+            logger.error(
+                "%s: step %d of %s cannot be closed: %s",
+                CLOSER, message.step, self.groups[group].config.name, error.message,
+            )  # fmt: skip
+            self._perform(self.steps.close_failed(group, error))
+            self.end_group(group, error)
+            self._go_on_without(group)
+        if self._carrying.waiting:
+            self._carrying.wake()
+
+
+def _settle(done: asyncio.Future[Any], answers: object, failed: Exception | None) -> None:
+    if failed is not None:
+        fail(done, failed)
+    elif not done.done():
+        done.set_result(answers)
+
+
+def _factors(norms: StepNorms) -> tuple[Listed, Listed]:
+    """Return the scales and ratios that are known so far, as messages have them."""
+    scales, ratios = norms.scales, norms.ratios
+    return (
+        None if scales is None else list(scales.items()),
+        None if ratios is None else list(ratios.items()),
+    )
+
+
+Then = Callable[[list[Message], Exception | None], None]
+"""Called once, with the answers and the first error. Must not raise."""
+
+
+class AllPs:
+    """The ps tasks of one coordinator's cluster, ps 0 itself among them.
+
+    Args:
+        closer: That of ps 0.
+
+    Attributes:
+        addresses: Where each ps is served.
+        own: From whom ps 0 has what it says to itself.
+        following: By ps, the request for which it tells ``closer.heard`` what parts it holds.
+        away: By group, the ps tasks that have not answered what they were last told of a step.
+    """
+
+    def __init__(self, closer: StepCloser) -> None:
+        attach, platform, pool = closer.attach, closer.platform, closer.pool
+        # A ps that serves a newer coordinator or timeline refuses what comes from this one.
+        incarnation = attach.coordinator + closer.timeline
+        handlers: dict[type[Message], Handler] = {Held: Handler(closer.heard)}
+        self._closer = closer
+        self._endpoint = Endpoint(platform, CLOSER, incarnation, handlers, pool)
+        self._client: PsClient = platform.parts.of(PsClient)(
+            self._endpoint, attach.ps_addresses, pool, attach.ps_timeout_s
+        )
+        self.own = AsIfFrom(FROM_CLOSER, spawn=self._endpoint.spawn)
+        self.addresses = list(attach.ps_addresses)
+        self.following: dict[int, Call | None] = {}
+        self.away: dict[int, set[int]] = {}
+        self._told: set[tuple[int, int | None]] = set()  # (ps, group) that knows its configuration
+        self._moves = False  # a ps that is lost is served elsewhere soon
+        self._moved = 0  # how often we heard where they are served
+
+    def tell(self, message: CloseStep, places: Sequence[Sequence[int]], then: Then) -> None:
+        """Tell every ps of a step, all at once. It is carried as far as it goes.
+
+        Where nothing of the group is elsewhere so far no other is told, nor of what ps 0 itself
+        refuses at once.
+
+        Args:
+            message: Says it.
+            places: Of each push, the other ps tasks that have a part.
+            then: Called once, when all have answered.
+        """
+        closer, group = self._closer, message.group
+        is_alone = message.step < closer.groups[group].elsewhere
+        links = self._client.links[:1] if is_alone else self._client.links
+        away = self.away[group] = {*range(len(links))}
+        answers: list[Message] = []
+        failed: Exception | None = None
+
+        def done(ps: int, outcome: Any) -> None:
+            nonlocal failed
+            away.discard(ps)
+            if isinstance(outcome, tuple):
+                answers.append(outcome[0])
+            else:
+                failed = failed or outcome
+            if not away:
+                then(answers, failed)
+
+        # It runs to completion, but it may wait for a lock, or in the log.
+        request = OwnRequest(self.own, message, (), partial(done, 0))
+        try:
+            closer.execute(request)
+        except Exception as exc:
+            request.fail(exc)
+        if failed is not None and away:
+            then(answers, failed)
+            return
+        for link in links[1:]:
+            named = zip(message.pushes, places, strict=True)
+            here = [push for push, tasks in named if link.index in tasks]
+            is_whole = len(here) == len(message.pushes)
+            each = message if is_whole else replace(message, pushes=here)
+            expected = Measured if message.measures else Done
+            self._tell(link, each, expected, partial(done, link.index), group)
+
+    def _tell(
+        self,
+        link: PsLink,
+        message: CloseStep | FollowParts,
+        expected: type[Message],
+        done: Callable[[Any], None],
+        group: int | None = None,
+    ) -> None:
+        moved = self._moved
+
+        def build() -> Message:
+            if group is None or (link.index, group) in self._told:
+                return message
+            return replace(message, config=self._closer.groups[group].raw)
+
+        def answered(outcome: Frame | Exception) -> None:
+            if not isinstance(outcome, Exception):
+                answer = outcome.message
+                if type(answer) is expected:
+                    if expected is Done:  # it is in its log
+                        self._told.add((link.index, group))
+                    done((answer, ()))
+                else:
+                    name = type(message).__name__
+                    error = f"{link.task} answered {name} with {type(answer).__name__}"
+                    done(RemoteProtocolError(error))
+            elif isinstance(outcome, FencedError) and self._moves:
+                self._await_move(link, moved)
+                # By no reference to this function: that would keep all that came until the
+                # garbage collector finds it.
+                self._tell(link, message, expected, done, group)
+            elif isinstance(outcome, NotServedError):
+                done(_came_back(link, outcome))
+            else:
+                done(outcome)
+
+        call = link.ask(Call(link, build=build), answered)
+        if group is None and link.index in self.following:
+            self.following[link.index] = call
+
+    def follow(self, others: Sequence[int]) -> None:
+        """Hear from now on which parts of pushes are held on the other ps tasks.
+
+        Raises:
+            RemoteProtocolError: One of these is none.
+        """
+        for ps in others:
+            if ps in self.following or self._closer.over is not None:
+                continue
+            if not 0 < ps < len(self.addresses):
+                raise RemoteProtocolError(
+                    f"{CLOSER}: a push with shards on ps {ps}, but there are only "
+                    f"{len(self.addresses)} ps tasks"
+                )
+            self.following[ps] = None
+            then = partial(self._unfollowed, ps)
+            self._tell(self._client.links[ps], FollowParts(), Done, then)
+
+    def _unfollowed(self, ps: int, outcome: Any) -> None:
+        """A ps cannot be followed: who waits for parts there waits in vain."""
+        self.following.pop(ps, None)
+        if isinstance(outcome, ConnectionLost):  # however often: it lost no connection
+            self.follow((ps,))
+        elif isinstance(outcome, Exception) and self._closer.over is None:
+            self._closer.unheard(ps, outcome)
+
+    async def read_global_step(self, config: SyncConfig) -> int:
+        """Return the present value of a group's global step.
+
+        Raises:
+            ConfigurationError: It is no single integer, or on a ps that there is not.
+            UnknownVariableError: It is not on the ps that it should be on.
+            ParameterServerLost: Its ps is gone.
+
+        Cancellation: Safe.
+        """
+        ps, variable, index = config.global_step
+        if not 0 <= ps < len(self.addresses):
+            raise ConfigurationError(
+                f"{config.name}: its global step is on ps {ps}, but there are only "
+                f"{len(self.addresses)} ps tasks"
+            )
+        if ps == 0:
+            return await self._closer.read_global_step(config)
+        # The shard, as a variable of its own.
+        name, link = f"{config.name}: global step", self._client.links[ps]
+        shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
+        spec = VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), "")
+        wanted, moved = self._client.plan((spec,)), self._moved
+        while True:  # until it, or its backup, answers
+            try:
+                (value,) = await self._client.pull(wanted)
+                return int(value)
+            except FencedError as exc:
+                if self._moves:
+                    moved = self._await_move(link, moved)
+                elif isinstance(exc, NotServedError):
+                    raise _came_back(link, exc) from exc
+                else:
+                    raise
+
+    async def close(self) -> None:
+        """Close the links; what is under way on them fails. Cancellation: they may be left open."""
+        for call in self.following.values():
+            if call is not None:
+                call.give_up()
+        await self._client.close()
+        await self._endpoint.close(goes_on=True)
+
+    # Where others are served by backups.
+
+    def expect_moves(self) -> None:
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``.
+
+        Which one is lost the coordinator says: what cannot be reached from here may serve all the
+        same, and is looked for as long as it takes.
+        """
+        self._moves = True
+        for link in self._client.links:
+            link.lost_after_s = math.inf
+            link.on_lost = lambda _, link=link: link.hold()
+
+    def _await_move(self, link: PsLink, moved: int) -> int:
+        """A ps was replaced by its backup: where that is we shall hear, or have heard already.
+
+        ``moved`` is how often we had heard when it was asked. Returns how often we have by now.
+        """
+        if moved == self._moved:
+            link.hold()
+        return self._moved
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Take note of where each ps is served now; what is under way goes there."""
+        self.addresses = list(addresses)
+        self._moved += 1
+        for link, address in zip(self._client.links, addresses, strict=True):
+            if link.address != address or link.lost is not None:
+                link.revive()
+                link.address = address
+                self._told = {(ps, group) for ps, group in self._told if ps != link.index}
+            link.release()
+
+
+def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
+    """Return what it means that a ps without a backup serves nothing: it was started again.
+
+    A step must not fail with the refusal itself: the coordinator knows what to do about a loss.
+    """
+    lost = ParameterServerLost(link.task, f"refuses {CLOSER}: {refused.message}")
+    lost.__cause__ = refused
+    return lost

@@ -29,7 +29,6 @@ Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup repl
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -49,7 +48,7 @@ from psync.numerics.sums import check_weight
 from psync.store.ledger import same_in_each_run
 from psync.store.sync_config import SyncConfig
 from psync.wire.closure_numbers import FIRST, Finality, first_of
-from psync.wire.messages import Contributed, Failure
+from psync.wire.messages import Failure
 from psync.wire.remote_errors import exception_of, failure_of
 
 Replica: TypeAlias = tuple[str, int]
@@ -175,12 +174,6 @@ class TokenChannel(msgspec.Struct, eq=False):
         self.taken += len(grants)
         return grants
 
-    def close(self, but: Sequence[Taker] = ()) -> list[Taker]:
-        """Nobody will get a token any more, but some of those who wait; return who waited."""
-        takers = [taker for taker in self.waiting if taker not in but]
-        self.waiting = {taker: None for taker in self.waiting if taker in but}
-        return takers
-
     def statistics(self) -> dict[str, int]:
         """Return counters as of now: ``published == taken + void + left``."""
         return {
@@ -233,13 +226,6 @@ class Answer(msgspec.Struct):
     token: int
     partial: bool  # whether it was counted in a step that was closed as a partial one
     count: int  # pushes in the step that it was counted in; 0: that is not closed, or there is none
-
-    def message(self, alone: bool, steps: list[tuple[int, int]] | None) -> Contributed:
-        """Return it as it travels, with how far each group is in the values that go with it."""
-        return Contributed(
-            self.group, self.outcome, self.staleness, self.token, self.partial, self.count, steps,
-            alone,
-        )  # fmt: skip
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -303,8 +289,8 @@ class GroupState(msgspec.Struct, kw_only=True, eq=False):
     acked_below: dict[Replica, int] = msgspec.field(default_factory=dict)
     """It has the answers to all smaller numbers."""
     tokens_held: dict[Replica, int] = msgspec.field(default_factory=dict)  # not used yet
-    counted_calls: dict[int, dict[int, bytes]] = msgspec.field(default_factory=dict)
-    """Closure → ordinal → digest."""
+    counted_calls: dict[tuple[int, int], bytes] = msgspec.field(default_factory=dict)
+    """(closure, ordinal) → digest."""
     outcomes: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # pushes by task
     staleness: dict[int, int] = msgspec.field(default_factory=Counter)
     num_steps: int = 0
@@ -399,8 +385,8 @@ class Group(GroupState, kw_only=True, eq=False):
             self.counted.append(push)
             self.shares[replica] = self.shares.get(replica, 0) + 1
             if contribution.closure is not None:
-                calls = self.counted_calls.setdefault(contribution.closure & FIRST, {})
-                calls[contribution.ordinal] = contribution.variable_set
+                call = contribution.closure & FIRST, contribution.ordinal
+                self.counted_calls[call] = contribution.variable_set
         counts[push.outcome] += 1
         self.staleness[staleness] += 1
         pushes[number] = push
@@ -436,8 +422,8 @@ class Group(GroupState, kw_only=True, eq=False):
 
     def forget_calls(self, final: Finality) -> None:
         """Forget the calls of closures of which no run will come any more."""
-        for first in [first for first in self.counted_calls if final.is_over(first)]:
-            del self.counted_calls[first]
+        for call in [call for call in self.counted_calls if final.is_over(call[0])]:
+            del self.counted_calls[call]
 
     def waiting_closures(self) -> set[int | None]:
         """Return the closures whose replicas wait for a token."""
@@ -457,16 +443,13 @@ class Group(GroupState, kw_only=True, eq=False):
         """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
         pending = self.pending()
         return [
-            (closure, ordinal, digest)
-            for closure, by_ordinal in self.counted_calls.items()
-            for ordinal, digest in by_ordinal.items()
-            if (closure, ordinal) not in pending
+            (*call, digest) for call, digest in self.counted_calls.items() if call not in pending
         ]
 
     def note_calls(self, calls: Iterable[tuple[int, int, bytes]]) -> None:
         """Take calls for counted that were counted before this group was begun anew."""
         for closure, ordinal, digest in calls:
-            self.counted_calls.setdefault(closure, {})[ordinal] = digest
+            self.counted_calls[closure, ordinal] = digest
 
     # Snapshots.
 
@@ -505,12 +488,7 @@ class Group(GroupState, kw_only=True, eq=False):
     @property
     def is_due(self) -> bool:
         """Whether the present step has what it needs, and may be closed now."""
-        return (
-            len(self.counted) >= self.target
-            and self.closing is None
-            and self.broken is None
-            and self.short_since is None
-        )
+        return len(self.counted) >= self.target and self.short_since is None and self.may_end
 
     def follow(self, alive: Mapping[str, int], now: float) -> None:
         """Let the target follow the living replicas, and note if they are too few.
@@ -619,8 +597,10 @@ class Group(GroupState, kw_only=True, eq=False):
 
     def refuse_waiting(self, error: PsyncError, *, but: Sequence[Taker] = ()) -> list[Action]:
         """Nobody waits any more, but for some: the others are told why."""
-        refused = self.tokens.close(but)
-        return [Refuse(self.number, replica, number, error) for replica, number in refused]
+        refused = [taker for taker in self.tokens.waiting if taker not in but]
+        for taker in refused:
+            del self.tokens.waiting[taker]
+        return [Refuse(self.number, *taker, error) for taker in refused]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain data."""
@@ -643,7 +623,7 @@ class Group(GroupState, kw_only=True, eq=False):
             return False
         if final.is_final(closure):
             return True
-        digest = self.counted_calls.get(closure & FIRST, {}).get(contribution.ordinal)
+        digest = self.counted_calls.get((closure & FIRST, contribution.ordinal))
         if digest is not None and digest != contribution.variable_set:
             raise UsageError(
                 f"{self.config.name}: closure {first_of(closure)}, call {contribution.ordinal}, "
@@ -719,12 +699,13 @@ class SyncSteps:
         others: How many ps tasks there are but ps 0.
 
     Attributes:
+        groups: By number; LocalProtocolError: one is not defined.
         is_short: Whether fewer replicas live than some group needs: ``next_deadline`` may be one.
     """
 
     def __init__(self, others: int = 0) -> None:
         self._others = others
-        self._groups = _Groups()
+        self.groups = _Groups()
         self.is_short = False
         self._final = Finality()
         self._state = RuleState()
@@ -739,11 +720,11 @@ class SyncSteps:
             config: What its optimizer said.
             initial_step: The value of the global step.
         """
-        if group in self._groups:
+        if group in self.groups:
             return
         if config.name in self.statistics():
-            config = dataclasses.replace(config, name=f"{config.name}/{group}")
-        known = self._groups[group] = Group(
+            config = msgspec.structs.replace(config, name=f"{config.name}/{group}")
+        known = self.groups[group] = Group(
             number=group, config=config, others=self._others,
             step=initial_step, first_step=initial_step,
         )  # fmt: skip
@@ -754,7 +735,7 @@ class SyncSteps:
 
     def present(self, group: int) -> int:
         """Return the group's present step; -1: it is not defined."""
-        known = self._groups.get(group)
+        known = self.groups.get(group)
         return -1 if known is None else known.step
 
     def is_stale(self, group: int, local_step: int) -> bool | None:
@@ -762,7 +743,7 @@ class SyncSteps:
 
         None: the group is not defined.
         """
-        known = self._groups.get(group)
+        known = self.groups.get(group)
         if known is None:
             return None
         first = known.first_step if local_step < 0 else local_step
@@ -774,20 +755,23 @@ class SyncSteps:
         Raises:
             ConfigurationError: Too few for the first step.
         """
-        return [*self._groups[group].put_initial(count), *self._close_what_is_due()]
+        return [*self.groups[group].put_initial(count), *self._close_what_is_due()]
 
     # Pushes.
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
         """Judge a push by the table above, and close the step if it was the last one missing."""
-        known, replica = self._groups[group], contribution.replica
+        known, (task, incarnation) = self.groups[group], contribution.replica
         actions: list[Action] = []
+        newest = self._state.incarnations.setdefault(task, incarnation)
+        if newest < incarnation:
+            actions += self.fence(task, incarnation)
         try:
-            if self._state.incarnations.setdefault(replica[0], replica[1]) != replica[1]:
-                actions += self._replace_older(replica)
+            if newest > incarnation:
+                raise FencedError(f"incarnation {incarnation} of {task} has been replaced")
             push = known.judge(contribution, self._final, self._state.ended)
         except PsyncError as exc:
-            return [*actions, Refuse(group, replica, contribution.number, exc)]
+            return [*actions, Refuse(group, contribution.replica, contribution.number, exc)]
         if push.answer is not None:  # it is known
             return [push.answer]
         if not known.has_initial:
@@ -801,7 +785,7 @@ class SyncSteps:
 
     def forget(self, group: int, replica: Replica, number: int) -> None:
         """Whoever made this request waits no more; what was counted stays counted."""
-        known = self._groups.get(group)
+        known = self.groups.get(group)
         if known is not None:
             known.forget((replica, number))
 
@@ -811,9 +795,9 @@ class SyncSteps:
         Raises:
             LocalProtocolError: If it was not being closed.
         """
-        actions = self._groups[group].closed(step)
+        actions = self.groups[group].closed(step)
         if self._state.ended is not None:
-            actions += self._groups[group].refuse_waiting(TrainingEnded(self._state.ended))
+            actions += self.groups[group].refuse_waiting(TrainingEnded(self._state.ended))
         return actions + self._close_what_is_due()
 
     def finish(self) -> list[Action]:
@@ -825,7 +809,7 @@ class SyncSteps:
             return []
         return [
             known.close(partial=not known.is_complete)
-            for known in self._groups.values()
+            for known in self.groups.values()
             if known.may_end
         ]
 
@@ -834,12 +818,12 @@ class SyncSteps:
         """Whether all that was counted has been applied, as far as it can be."""
         over = self._state.ended is not None
         return not any(
-            known.closing or (known.may_end and not over) for known in self._groups.values()
+            known.closing or (known.may_end and not over) for known in self.groups.values()
         )
 
     def close_failed(self, group: int, error: PsyncError) -> list[Action]:
         """A ps could not apply a step: the group is broken for good."""
-        return self._groups[group].failed(error)
+        return self.groups[group].failed(error)
 
     # Who takes part, and what is left to do.
 
@@ -854,7 +838,7 @@ class SyncSteps:
         self._state.missing, self._state.now = tuple(missing), now
         actions = [act for task, number in alive.items() for act in self.fence(task, number)]
         self.is_short = False
-        for known in self._groups.values():
+        for known in self.groups.values():
             known.follow(self._state.alive, now)
             self.is_short |= known.short_since is not None
         return actions + self._close_what_is_due()
@@ -865,7 +849,8 @@ class SyncSteps:
         if known is None or known >= below:
             return []
         self._state.incarnations[task] = below
-        return self._drop((task, known), f"incarnation {known} of {task} is over")
+        error = FencedError(f"incarnation {known} of {task} has been replaced")
+        return [act for each in self.groups.values() for act in each.drop((task, known), error)]
 
     def schedule(self, queued: bool, in_flight: Sequence[int]) -> list[Action]:
         """Take note of the coordinator's closures.
@@ -883,21 +868,21 @@ class SyncSteps:
             self._state.noted = [
                 noted for noted in self._state.noted if not self._final.is_over(noted[1])
             ]
-            for known in self._groups.values():
+            for known in self.groups.values():
                 known.forget_calls(self._final)
 
     def closing(self) -> list[Close]:
         """Return the steps that are decided, and not applied by every ps."""
-        return [known.closing for known in self._groups.values() if known.closing is not None]
+        return [known.closing for known in self.groups.values() if known.closing is not None]
 
     def pending_closures(self) -> list[int]:
         """Return the closures, by first run, that were counted in a step that is not applied."""
-        return sorted({first for known in self._groups.values() for first, _ in known.pending()})
+        return sorted({first for known in self.groups.values() for first, _ in known.pending()})
 
     def calls(self) -> list[tuple[int, int, int, bytes]]:
         """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
-        calls = [noted for noted in self._state.noted if noted[0] not in self._groups]
-        for number, known in self._groups.items():
+        calls = [noted for noted in self._state.noted if noted[0] not in self.groups]
+        for number, known in self.groups.items():
             calls += [(number, *call) for call in known.calls()]
         return calls
 
@@ -920,14 +905,14 @@ class SyncSteps:
         error = TrainingEnded(reason)
         return [
             act
-            for known in self._groups.values()
+            for known in self.groups.values()
             for act in known.refuse_waiting(error, but=known.takers_being_applied())
         ]
 
     @property
     def waiting(self) -> frozenset[Replica]:
         """Who waits in a group for others: not where a step is being applied, which will end."""
-        groups = [known for known in self._groups.values() if known.closing is None]
+        groups = [known for known in self.groups.values() if known.closing is None]
         return frozenset(replica for known in groups for replica, _ in known.tokens.waiting)
 
     # Time.
@@ -935,7 +920,7 @@ class SyncSteps:
     def next_deadline(self) -> float | None:
         """Return the time at which ``tick`` has something to do, or None."""
         earliest: float | None = None
-        for known in self._groups.values():
+        for known in self.groups.values():
             if known.short_since is not None and known.tokens.waiting:
                 deadline = known.short_since + known.config.patience_s
                 earliest = deadline if earliest is None else min(earliest, deadline)
@@ -944,7 +929,7 @@ class SyncSteps:
     def tick(self, now: float) -> list[Action]:
         """Tell those who have waited too long for ``min_replicas`` who is missing."""
         actions: list[Action] = []
-        for known in self._groups.values():
+        for known in self.groups.values():
             since = known.short_since
             if since is not None and now >= since + known.config.patience_s:
                 actions += known.refuse_waiting(self._not_enough(known))
@@ -954,7 +939,7 @@ class SyncSteps:
         """Return counters of each group, by its name; and what its step ``lacks``."""
         return {
             known.config.name: {**known.statistics(), "lacks": lacks(number)}
-            for number, known in self._groups.items()
+            for number, known in self.groups.items()
         }
 
     # Snapshots.
@@ -964,7 +949,7 @@ class SyncSteps:
         return {
             **msgspec.to_builtins(self._state, builtin_types=(bytes,)),
             "final": [self._final.below, self._final.listed()],
-            "groups": [[number, known.snapshot()] for number, known in self._groups.items()],
+            "groups": [[number, known.snapshot()] for number, known in self.groups.items()],
         }
 
     def restore(self, state: Mapping[str, Any], configs: Mapping[int, SyncConfig]) -> None:
@@ -978,7 +963,7 @@ class SyncSteps:
         self._final = Finality(*state["final"])
         for number, group in state["groups"]:
             self.define(number, configs[number], 0)
-            known = self._groups[number]
+            known = self.groups[number]
             known.restore(group)
             self.is_short |= known.short_since is not None
 
@@ -993,7 +978,7 @@ class SyncSteps:
         """
         if self._state.ended is not None:
             return []
-        groups = self._groups.values()
+        groups = self.groups.values()
         actions: list[Action] = [known.close(partial=False) for known in groups if known.is_due]
         if actions or not self._nobody_comes():
             return actions
@@ -1003,7 +988,7 @@ class SyncSteps:
         return actions
 
     def _nobody_comes(self) -> bool:
-        groups = self._groups.values()
+        groups = self.groups.values()
         num_waiting = 0
         for known in groups:
             if known.closing is not None:
@@ -1017,20 +1002,6 @@ class SyncSteps:
             closures = {closure for known in groups for closure in known.waiting_closures()}
             return closures.issuperset(self._state.in_flight)
         return False
-
-    def _replace_older(self, replica: Replica) -> list[Action]:
-        """Drop what an earlier incarnation of the task has left; FencedError if this is one."""
-        task, incarnation = replica
-        known = self._state.incarnations[task]
-        text = f"incarnation {min(known, incarnation)} of {task} has been replaced"
-        if incarnation < known:
-            raise FencedError(text)
-        self._state.incarnations[task] = incarnation
-        return self._drop((task, known), text)
-
-    def _drop(self, replica: Replica, text: str) -> list[Action]:
-        error = FencedError(text)
-        return [act for known in self._groups.values() for act in known.drop(replica, error)]
 
     def _not_enough(self, known: Group) -> NotEnoughReplicas:
         alive = sorted(self._state.alive or ())

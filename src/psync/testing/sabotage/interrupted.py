@@ -12,7 +12,7 @@ from psync.client.link import Answers, Call
 from psync.client.ps import PlanUpdate
 from psync.client.sync import PartAnswers
 from psync.errors import PsyncError
-from psync.sync.step_closer import OutgoingSteps
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import Close
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
@@ -83,8 +83,8 @@ def _begun(answers: A) -> A:
     return answers
 
 
-class SteppedSteps(OutgoingSteps):
-    """Steps that a test may stop before any other ps knows of them."""
+class SteppedCloser(StepCloser):
+    """A closer whose steps a test may stop before any other ps knows of them."""
 
     failpoints: Failpoints
 

@@ -17,13 +17,13 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
-from psync.sync.step_closer import OutgoingSteps, StepCloser
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates
 from psync.testing.sabotage.early_writer import EarlyWriter
 from psync.testing.sabotage.failpoints import Failpoints
-from psync.testing.sabotage.interrupted import SteppedParts, SteppedSteps, SteppedUpdate
+from psync.testing.sabotage.interrupted import SteppedCloser, SteppedParts, SteppedUpdate
 from psync.testing.sabotage.message_loss import LossyConnection, MessageLosses
 from psync.testing.sabotage.places import PLACES, with_places
 from psync.testing.sabotage.ps import SabotagedPs
@@ -79,7 +79,7 @@ class SabotagedParts(Parts):
         self._made: dict[type, type] = {}
         self._instead: dict[type, type] = {
             PsTask: SabotagedPs, PlanUpdate: SteppedUpdate, PartAnswers: SteppedParts,
-            OutgoingSteps: SteppedSteps,
+            StepCloser: SteppedCloser,
         }  # fmt: skip
         self._instead.update(WITHOUT[name] for name in without & WITHOUT.keys())
         if losses is not None:
@@ -112,7 +112,7 @@ class SabotagedParts(Parts):
 
     def _subclass_of(self, cls: type) -> type:
         base = self._instead.get(cls, cls)
-        if cls in WITH_PLACES:
+        if any(issubclass(cls, each) for each in WITH_PLACES):
             base = with_places(base, cls)
         if base is cls:
             return cls

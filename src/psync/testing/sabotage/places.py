@@ -21,7 +21,7 @@ from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.store.commit_log import CommitLog
 from psync.sync.ps_sync import PsSync
-from psync.sync.step_closer import OutgoingSteps
+from psync.sync.step_closer import StepCloser
 from psync.worker.session import Session
 
 T = TypeVar("T")
@@ -94,9 +94,9 @@ PLACES = (
     # A synchronous step is applied here, just now, ps 0 does not know.
     Place("ps.step.applied", PsSync, "_applied", BEGIN, lambda *given: len(given) > 3),
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.
-    Place("ps0.step.measured", OutgoingSteps, "_conclude", END),
+    Place("ps0.step.measured", StepCloser, "_conclude", END),
     # It is applied on every ps, the log of ps 0 does not say so.
-    Place("ps0.step.applied", OutgoingSteps, "_ended", BEGIN),
+    Place("ps0.step.applied", StepCloser, "_ended", BEGIN),
     # Closures are about to be sent.
     Place("coordinator.dispatch", Coordinator, "_send", BEGIN),
     # Results came in, nothing is settled.
@@ -121,9 +121,9 @@ def with_places(base: type[T], of: type) -> type[T]:
 
     Args:
         base: A subclass of ``of``.
-        of: The class in the table.
+        of: The class in the table, or a subclass of it.
     """
-    here = [place for place in PLACES if place.cls is of]
+    here = [place for place in PLACES if issubclass(of, place.cls)]
     made = type(base.__name__, (base,), {"__slots__": (), "__doc__": base.__doc__})
     for method in {place.method: None for place in here}:
         setattr(made, method, _reaching(made, method, [p for p in here if p.method == method]))

@@ -15,8 +15,8 @@ from psync.net.platform import PerProcess
 from psync.ps.admission import UpdateGate
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Client, Ledger, Ticket
-from psync.sync.step_closer import StepCloser
 from psync.sync.steps import Action, Contribution, SyncSteps
+from psync.testing.sabotage.interrupted import SteppedCloser
 
 CALLS_KEPT = 2
 """Closures of which a ledger without its low-water mark knows calls."""
@@ -115,11 +115,12 @@ class WeakSteps(SyncSteps):
         return super().contribute(group, msgspec.structs.replace(contribution, local_step=now))
 
 
-class HastyCloser(StepCloser):
+class HastyCloser(SteppedCloser):
     """One to whom a push is complete when its own part is there."""
 
-    def _took(self, request: Any, part: Any) -> None:
-        super()._took(request, part)
+    def took(self, request: Any, part: Any) -> None:
+        """Take a part, and let the rule decide at once."""
+        super().took(request, part)
         self._go_on({part.key} & self._here.keys())
 
 

@@ -48,12 +48,11 @@ from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.sync import step
-from psync.sync.ps_peers import AllPs
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
-from psync.sync.step_closer import StepCloser
+from psync.sync.step_closer import AllPs, StepCloser
 from psync.sync.steps import Group, SyncSteps
 from psync.testing.simulation import wrong
 from psync.testing.simulation.tight import replaced
@@ -375,7 +374,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "intent_at_arrival": Mutant(
         "of the runs of a closure the first that counts does, not the first that has arrived",
         ("sync",),
-        ((StepCloser, "_took", wrong.notes_who_has_come),
+        ((StepCloser, "took", wrong.notes_who_has_come),
          (SyncSteps, "contribute", wrong.counts_who_came_first)),
     ),
     "fence_drops_parts": Mutant(

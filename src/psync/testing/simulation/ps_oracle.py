@@ -307,8 +307,8 @@ def _judged(task: PsTask, state: SnapshotState) -> Sequence[Contents]:
         for name, hosted in services.accumulators.hosted.items()
     }
     steps: Contents = {"steps": dict(services.sync.staging.steps)}
-    if services.closer is not None:
-        steps["rule"] = services.closer.steps.snapshot()
+    if task.index == 0:
+        steps["rule"] = services.sync.steps.snapshot()
     return updates, accumulators, steps
 
 

@@ -37,12 +37,11 @@ from psync.store.ledger import Ledger
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
-from psync.sync.ps_peers import AllPs
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
-from psync.sync.step_closer import StepCloser
+from psync.sync.step_closer import AllPs, StepCloser
 from psync.sync.steps import Close, Contribution, Group, SyncSteps
 from psync.wire.closure_numbers import first_of
 from psync.wire.codec import Message, decode, encode
@@ -295,7 +294,7 @@ def done_before(original: Callable[..., Any]) -> Any:
 
 
 def keeps_the_parts(original: Callable[..., Any]) -> Any:
-    def close(self: Staging[Any], group: int, step: int, pushes: Any = ()) -> int:
+    def close(self: Staging, group: int, step: int, pushes: Any = ()) -> int:
         if group not in self._groups:
             return int(original(self, group, step, pushes))
         self._groups[group].step = step + 1
@@ -508,11 +507,7 @@ def packs_all(original: Callable[..., Any]) -> Any:
 
 def of_open_steps_too(original: Callable[..., Any]) -> Any:
     def calls(self: Group) -> list[tuple[int, int, bytes]]:
-        return [
-            (closure, ordinal, digest)
-            for closure, by_ordinal in self.counted_calls.items()
-            for ordinal, digest in by_ordinal.items()
-        ]
+        return [(*call, digest) for call, digest in self.counted_calls.items()]
 
     return calls
 
@@ -534,14 +529,14 @@ def counts_who_came_first(original: Callable[..., Any]) -> Any:
             call = group, first_of(push.closure), push.ordinal
             who = push.replica, push.number
             if self.__dict__.get("came", {}).get(call, who) != who:
-                self._groups[group].note_calls([(*call[1:], push.variable_set)])
+                self.groups[group].note_calls([(*call[1:], push.variable_set)])
         return original(self, group, push)
 
     return contribute
 
 
 def drops_all_parts(original: Callable[..., Any]) -> Any:
-    def fence(self: Staging[Any], task: str, below: int) -> None:
+    def fence(self: Staging, task: str, below: int) -> None:
         original(self, task, below)
         for known in self._groups.values():
             for key in [key for key in known.parts if key[1][0] == task and key[1][1] < below]:
@@ -561,7 +556,7 @@ def tells_the_first(original: Callable[..., Any]) -> Any:
 
 
 def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
-    def parts(self: Staging[Any], group: int, pushes: Any) -> Any:
+    def parts(self: Staging, group: int, pushes: Any) -> Any:
         found, known = original(self, group, pushes), self._groups.get(group)
         named = {part.key for part, _ in found}
         others = [] if known is None or not found else known.parts.values()
