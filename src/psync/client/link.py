@@ -47,7 +47,6 @@ from psync.net.shielding import shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
-from psync.wire.handshake import LANES
 from psync.wire.messages import DefinePlan
 
 logger = logging.getLogger(__name__)
@@ -131,10 +130,8 @@ class PsLink:
         self.client = client or Outgoing()
         self.relied_on: dict[Answers[Any], int] = {}
         self._endpoint = endpoint
-        self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
-        self._connecting = {lane: asyncio.Lock() for lane in LANES}
-        self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
+        self._attempts: dict[str, asyncio.Task[Exception | None]] = {}  # by lane
         self._keepalive: asyncio.Task[None] | None = None
         self._closed = False
         self._released: asyncio.Event | None = None  # while ordinary calls are held back
@@ -171,7 +168,7 @@ class PsLink:
         assert isinstance(received, Frame), "else its error was raised"
         return received
 
-    def ask(self, call: Call, then: Then | None, losses: int = 0) -> Call:
+    def ask(self, call: Call, then: Then | None = None, losses: int = 0) -> Call:
         """Make a call of this link; without a coroutine while there is a connection.
 
         Args:
@@ -255,44 +252,42 @@ class PsLink:
 
         Cancellation: Safe.
         """
-        peer = self._peers.get(lane)
-        if peer is not None and peer.is_open and self.lost is None:
-            return peer
-        async with self._connecting[lane]:
-            while True:
-                peer = self._peers.get(lane)
-                self._check_usable()
-                if peer is not None and peer.is_open:
-                    return peer
-                life = self._life
-                try:
-                    async with asyncio.timeout(None) as attempt:  # it is ended from outside
-                        self._attempts[lane] = attempt
-                        try:
-                            peer = await self._connect(lane)
-                        finally:  # before anybody hears of it, who may end all attempts
-                            del self._attempts[lane]
-                except (ConnectFailed, TimeoutError) as exc:
-                    if life != self._life:  # it was looked for where it is not any more
-                        continue
-                    why = exc.message if isinstance(exc, ConnectFailed) else "given up"
-                    raise self._declare_lost(
-                        f"at {self.address} cannot be reached ({why})"
-                    ) from exc
-                if life == self._life and self.lost is None and not self._closed:
-                    break
-                peer.close()
-            if self.incarnation is None:
-                self.incarnation = peer.incarnation
-            elif self.incarnation != peer.incarnation:
-                peer.close()
-                raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
-            self._peers[lane] = peer
-            peer.state["plans"] = set()  # that were defined on it
-            self.client.calls += 1
-            if self._keepalive is None:
-                self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
-            return peer
+        while True:
+            self._check_usable()
+            peer = self._peers.get(lane)
+            if peer is not None and peer.is_open:
+                return peer
+            if (attempt := self._attempts.get(lane)) is None:
+                attempt = asyncio.get_running_loop().create_task(self._attempt(lane))
+                self._attempts[lane] = attempt
+            await asyncio.wait([attempt])
+            if not attempt.cancelled() and (error := attempt.result()) is not None:
+                raise error.with_traceback(None)  # it is raised for all who have waited
+
+    async def _attempt(self, lane: str) -> Exception | None:
+        """Make the connection of a lane, for all who wait for it; return why there is none."""
+        failed: Exception | None = None
+        try:
+            peer = await self._connect(lane)
+        except Exception as exc:  # who cancels it has removed it
+            failed = exc
+        del self._attempts[lane]  # before anybody hears of it, who may end all attempts
+        if isinstance(failed, ConnectFailed):
+            lost = self._declare_lost(f"at {self.address} cannot be reached ({failed.message})")
+            lost.__cause__ = failed
+            return lost
+        if failed is not None:
+            return failed
+        if self.incarnation not in (None, peer.incarnation):
+            peer.close()
+            return self._declare_lost(f"at {self.address} was restarted and has lost its shards")
+        self.incarnation = peer.incarnation
+        self._peers[lane] = peer
+        peer.state["plans"] = set()  # that were defined on it
+        self.client.calls += 1
+        if self._keepalive is None:
+            self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
+        return None
 
     async def _connect(self, lane: str) -> Connection:
         """Connect, with patience for a ps that is slow or far, and less for one that has ended.
@@ -423,7 +418,6 @@ class PsLink:
         self._end_attempts()
         self.lost = None
         self.incarnation = None
-        self._life += 1
         if self._keepalive is not None:
             self._keepalive.cancel()  # the next connection has one of its own
             self._keepalive = None
@@ -446,8 +440,8 @@ class PsLink:
 
     def _end_attempts(self) -> None:
         for attempt in self._attempts.values():
-            if not attempt.expired():  # it ends already
-                attempt.reschedule(asyncio.get_running_loop().time())
+            attempt.cancel()
+        self._attempts.clear()
 
     def _declare_lost(self, message: str) -> ParameterServerLost:
         if self.lost is not None:
@@ -464,16 +458,18 @@ class PsLink:
         self._end_answers()
         return error
 
-    def close(self) -> list[asyncio.Task[None]]:
+    def close(self) -> list[asyncio.Task[Any]]:
         """Close the connections; calls under way fail. Return what has not ended yet."""
         self._closed = True
         self.release()
         for peer in self._peers.values():
             peer.close()
-        if self._keepalive is None:
-            return []
-        self._keepalive.cancel()
-        return [self._keepalive]
+        ending: list[asyncio.Task[Any]] = [*self._attempts.values()]
+        self._end_attempts()
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            ending.append(self._keepalive)
+        return ending
 
 
 class Call(msgspec.Struct, eq=False):
@@ -493,7 +489,8 @@ class Call(msgspec.Struct, eq=False):
         definition: Of the plan that the message names, which the connection has to know.
         build: Makes the message, each time that it is sent; None: it is always the same.
         end: Gives it up; None: it is not under way.
-        then: Told of the end; None: it is over, or given up.
+        then: Told of the end; None: it is over, or given up, or one of several.
+        answers: Told instead, of one of several; ``at``: its place among them.
         losses: Connections in a row that were lost with it.
         asked: When it was sent again, by the loop's clock.
     """
@@ -512,12 +509,14 @@ class Call(msgspec.Struct, eq=False):
     build: Callable[[], Message] | None = None
     end: Callable[[], object] | None = None
     then: Then | None = None
+    answers: Answers[Any] | None = None
+    at: int = 0
     losses: int = 0
     asked: float = math.inf
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
-        end, self.end, self.then = self.end, None, None
+        end, self.end, self.then, self.answers = self.end, None, None, None
         if end is not None:
             end()
 
@@ -531,8 +530,17 @@ class Call(msgspec.Struct, eq=False):
                 return
             outcome = error
         self.end = None
-        then, self.then = self.then, None  # which leads back here: it would hold what came
-        if then is not None:
+        # These lead back here: they would hold what came.
+        then, answers, self.then, self.answers = self.then, self.answers, None, None
+        if answers is not None:
+            answers.outcomes[self.at] = outcome
+            answers.missing -= 1
+            if not answers.missing:
+                answers.complete()
+            elif answers.ends_early:
+                if isinstance(outcome, Exception) or not getattr(outcome.message, "count", True):
+                    answers.complete()
+        elif then is not None:
             then(outcome)
 
     def _refusal(self, lost: ConnectionLost | PlanForgotten) -> Exception | None:
@@ -576,9 +584,13 @@ class Answers(Generic[M]):
             tasks have rolled back meanwhile.
 
     Attributes:
+        ends_early: Whether all is over with an error, or with an answer of which the ``count`` of
+            pushes is 0.
         ended: Done when all have ended, or as soon as more would change nothing.
         drawn: (ps, number there) of each call of an update, see ``Outgoing.deliver``.
     """
+
+    ends_early = False
 
     def __init__(
         self,
@@ -611,22 +623,11 @@ class Answers(Generic[M]):
         self.missing = len(self.calls)
         self.outcomes = [None] * self.missing
         for at, call in enumerate(self.calls):
-            call.link.ask(call, functools.partial(self.note, at))
+            call.answers, call.at = self, at
+            call.link.ask(call)
         if not self.calls:
             self.complete()
         return self
-
-    def ask(self, at: int) -> None:
-        """Make one call."""
-        call = self.calls[at]
-        call.link.ask(call, functools.partial(self.note, at))
-
-    def note(self, at: int, outcome: Frame | Exception) -> None:
-        """One of them has ended."""
-        self.outcomes[at] = outcome
-        self.missing -= 1
-        if not self.missing:
-            self.complete()
 
     def complete(self) -> None:
         """All have ended: an error, or answers that no rollback has undone, are the end."""
@@ -652,7 +653,8 @@ class Answers(Generic[M]):
         if is_due and self.missing and isinstance(self.outcomes[at], Frame):
             self.missing += 1
             self.outcomes[at] = None
-            self.ask(at)
+            self.calls[at].answers = self
+            self.calls[at].link.ask(self.calls[at])
 
     def lack(self, error: Exception) -> None:
         """Those that are not there will not come."""

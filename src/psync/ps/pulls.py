@@ -92,34 +92,31 @@ class PsPulls:
         if message.rows is not None:
             self._pull_rows(request, self._wanted(known, message.rows, request.segments))
             return
-        self.pulls += 1
-        if known.compression is not None:
-            if known.slot:
-                raise RemoteProtocolError(f"{self.task}: slots are not pulled compressed")
+        if known.compression is not None and known.slot:
+            raise RemoteProtocolError(f"{self.task}: slots are not pulled compressed")
+        if known.store is not self.store:
             known.look_up(self.store)
-            request.start(self._pull_slowly(request, known))
-            return
-        try:
-            if not known.slot:
-                if known.store is not self.store:
-                    known.look_up(self.store)
-                read = self.store.read_together(known.plan)
-                values: Sequence[Segment] = Joined.of(read, known.lengths)
-            else:
-                values = list(map(self._reader(known), known.keys))
-        except BusyError:
+        values = self.read_now(known)
+        if values is None:
+            self.pulls += 1
             request.start(self._pull_slowly(request, known))
         else:
             request.answer(Pulled(self.closed.steps), values)
 
     def read_now(self, known: ShardSet) -> Sequence[Segment] | None:
-        """Return the values that a pull of whole shards would bring; None: one is busy."""
+        """Return what a pull of whole shards would bring; None: it takes longer, or one is busy."""
+        if known.compression is not None:
+            return None
         try:
-            views = self.store.read_together(known.plan)
+            if known.slot:
+                values: Any = list(map(self._reader(known), known.keys))
+            else:
+                values = Joined(self.store.read_together(known.plan))
+                values.lengths = known.lengths
         except BusyError:
             return None
         self.pulls += 1
-        return Joined.of(views, known.lengths)
+        return values  # type: ignore[no-any-return]
 
     def _reader(self, known: ShardSet) -> Callable[[Key], list[memoryview]]:
         store = self.store
