@@ -47,7 +47,7 @@ from psync.net.shielding import shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
-from psync.wire.messages import DefinePlan
+from psync.wire.messages import Contributed, DefinePlan
 
 logger = logging.getLogger(__name__)
 
@@ -538,7 +538,9 @@ class Call(msgspec.Struct, eq=False):
             if not answers.missing:
                 answers.complete()
             elif answers.ends_early:
-                if isinstance(outcome, Exception) or not getattr(outcome.message, "count", True):
+                if isinstance(outcome, Exception):
+                    answers.complete()
+                elif type(outcome.message) is Contributed and not outcome.message.count:
                     answers.complete()
         elif then is not None:
             then(outcome)
@@ -584,8 +586,7 @@ class Answers(Generic[M]):
             tasks have rolled back meanwhile.
 
     Attributes:
-        ends_early: Whether all is over with an error, or with an answer of which the ``count`` of
-            pushes is 0.
+        ends_early: Whether all is over with an error, or when a push counts in no step.
         ended: Done when all have ended, or as soon as more would change nothing.
         drawn: (ps, number there) of each call of an update, see ``Outgoing.deliver``.
     """

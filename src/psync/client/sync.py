@@ -276,7 +276,7 @@ class SyncClient:
                 answers.send()
                 if landing is not None:
                     for buffer in range(len(landing.plan.buffers)):  # meanwhile
-                        asyncio.get_running_loop().call_soon(landing.buffer, buffer)
+                        self._ps.loop.call_soon(landing.buffer, buffer)
                 came = await answers.all()
             except BaseException:
                 with contextlib.suppress(PsyncError):

@@ -156,17 +156,10 @@ class LongWork(Changing):
             self._threads.shutdown(wait=False)
             self._threads = None
 
-    def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:
-        """Return whether shards are idle, and an update small enough for one turn.
-
-        Names of accumulators are not looked up: nothing but computes works on these.
-        """
-        if nbytes + SHARD_BYTES * len(keys) > INLINE_BYTES:
-            return False
-        for key in keys:
-            if not isinstance(key, str) and store.busy(key):
-                return False
-        return True
+    def fits_now(self, store: ShardStore, keys: Sequence[Key], nbytes: int) -> bool:
+        """Return whether shards are idle, and an update small enough for one turn."""
+        is_little = nbytes + SHARD_BYTES * len(keys) <= INLINE_BYTES
+        return is_little and not any(map(store.busy, keys))
 
     async def when_idle(self, function: Callable[..., T], *arguments: Any) -> T:
         """Read shards or begin work on them when all that it needs are idle.

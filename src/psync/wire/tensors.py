@@ -29,6 +29,21 @@ class Joined(tuple[memoryview, ...]):
         return bool(self.lengths)
 
 
+def cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
+    """Cut a body that lies in several views into segments of these lengths: of each its views."""
+    rest, segments = [*reversed(views)], list[list[memoryview]]()
+    for length in lengths:
+        pieces = []
+        while length:
+            view = rest.pop()
+            if len(view) > length:
+                rest.append(view[length:])
+            pieces.append(view[:length])
+            length -= len(pieces[-1])
+        segments.append(pieces)
+    return segments
+
+
 def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
     """Return the bytes of ``array`` in C order, little endian, as a flat memoryview.
 
