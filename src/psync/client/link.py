@@ -43,7 +43,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Into
 from psync.net.endpoint import Endpoint
-from psync.net.shielding import shielded
+from psync.net.shielding import begin, shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
@@ -202,10 +202,7 @@ class PsLink:
 
     def ask_later(self, call: Call) -> None:
         """Make a call once there is a connection, and no recovery goes on."""
-        task = asyncio.get_running_loop().create_task(self._ask_later(call))
-        self.repeating.add(task)
-        task.add_done_callback(self.repeating.discard)
-        call.end = task.cancel
+        call.end = begin(self._ask_later(call), self.repeating).cancel
 
     async def _ask_later(self, call: Call) -> None:
         try:
@@ -775,25 +772,19 @@ class Outgoing:
         """
         if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
             raise ClosedError(CLOSED)
-        under_way = self._begin(work())
+        under_way = begin(work(), self.begun)
         try:
             return await shielded(under_way)
         except asyncio.CancelledError:
             under_way.add_done_callback(_note_result)
             raise
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self.begun.add(task)
-        task.add_done_callback(self.begun.discard)
-        return task
-
     def _go_on(self, update: Answers[Any]) -> None:
         """Let a delivery end without its caller, who was cancelled."""
         update.ended = asyncio.get_running_loop().create_future()
         if not update.missing:
             update.ended.set_result(None)
-        self._begin(update.all()).add_done_callback(_note_result)
+        begin(update.all(), self.begun).add_done_callback(_note_result)
 
     async def drain(self) -> None:
         """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""

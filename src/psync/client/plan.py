@@ -355,7 +355,7 @@ class Landing:
         view = self._views[number]
         if view is None:
             memory = self._pool.lend(self.plan.buffers[number])
-            view = self._views[number] = to_bytes_view(memory)
+            view = self._views[number] = memory.data
             root = self._roots[number] = memory.view()
             root.flags.writeable = self._writable
         return view

@@ -9,9 +9,9 @@ import math
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from psync.closures.membership import backoff
 from psync.errors import (
@@ -24,10 +24,10 @@ from psync.errors import (
     PsyncError,
 )
 from psync.net import handshake_limits
-from psync.net.connection import Connection, Handler, Tap
+from psync.net.connection import Connection, Handler, Spawn, Tap
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing
-from psync.net.shielding import end_all
+from psync.net.shielding import begin, end_all
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
@@ -88,6 +88,7 @@ class Endpoint:
         self._untold: asyncio.TimerHandle | None = None  # None: every line was written
         self._untold_level = logging.NOTSET  # the highest of the lines that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
+        self.spawn: Spawn = partial(begin, under_way=self._tasks)  # starts one that takes time
         self._listeners: list[Listener] = []
         self._tap_of: Callable[[Connection], Tap] | None = None
         self._closed = False
@@ -408,10 +409,3 @@ class Endpoint:
     async def _wait_closed(self) -> None:
         for peer in list(self._peers):
             await peer.wait_closed()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a handler that takes time."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -19,6 +19,14 @@ TURN_BYTES = 1 << 20
 """About what is worked on in one turn of the loop."""
 
 
+def begin(work: Coroutine[Any, Any, T], under_way: set[Any]) -> asyncio.Task[T]:
+    """Start work, which is in a set until it has ended: a loop itself may lose it."""
+    task = asyncio.get_running_loop().create_task(work)
+    under_way.add(task)
+    task.add_done_callback(under_way.discard)
+    return task
+
+
 async def first_of(*works: Coroutine[Any, Any, T]) -> T:
     """Wait until one of these ends, and return its result; the others are cancelled.
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from psync.errors import BusyError, PsyncError
 from psync.net.connection import Request
+from psync.net.shielding import begin
 from psync.store.store import Key, ShardStore, Work
 from psync.store.work import Prepared, ShardWork, Workspace
 
@@ -137,10 +138,7 @@ class LongWork(Changing):
 
     def to_the_end(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Carry work out whatever becomes of its request: half an update is none."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
-        return asyncio.shield(task)
+        return asyncio.shield(begin(work, self._updates))
 
     async def drain(self) -> None:
         """Wait until all that has begun is done. Cancellation: safe; it goes on.
