@@ -231,11 +231,6 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
 
-    def define_again(self) -> None:
-        """The ps has forgotten a plan: say on each connection what they are before naming them."""
-        for peer in self._peers.values():
-            peer.state["plans"].clear()
-
     # Connections.
 
     async def peer(self, lane: str) -> Connection:
@@ -250,7 +245,10 @@ class PsLink:
         Cancellation: Safe.
         """
         while True:
-            self._check_usable()
+            if self._closed:
+                raise ClosedError(f"the link to {self.task} is closed")
+            if self.lost is not None:
+                raise self.lost.with_traceback(None)  # it is raised many times
             peer = self._peers.get(lane)
             if peer is not None and peer.is_open:
                 return peer
@@ -304,20 +302,10 @@ class PsLink:
                     raise ConnectFailed(f"no answer within {self.away_for_s:g} s") from exc
                 # Our own loop stood still: the answer may be unread.
         patience_s = self.lost_after_s
-        if self.refused_for_s < patience_s < math.inf:
-            try:
-                return await connect(self.address, self.task, lane, timeout_s=self.refused_for_s)
-            except ConnectFailed as exc:
-                if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
-                    raise
-            patience_s -= self.refused_for_s
-        try:
-            return await connect(self.address, self.task, lane, timeout_s=patience_s)
-        except ConnectFailed as exc:
-            last = exc.__cause__ or exc
-            raise ConnectFailed(
-                f"no connection within {self.lost_after_s:g} s: {last}", hint=exc.hint
-            ) from last
+        refused_s = math.inf if patience_s == math.inf else self.refused_for_s
+        return await connect(
+            self.address, self.task, lane, timeout_s=patience_s, refused_s=refused_s
+        )
 
     async def _keep_alive(self) -> None:
         """Ping the ps for as long as it is not lost, and end its connections when it is silent."""
@@ -376,17 +364,6 @@ class PsLink:
     def is_held(self) -> bool:
         """Whether a recovery is under way."""
         return self._released is not None
-
-    @property
-    def gone_for_good(self) -> str | None:
-        """Return what became of the ps, if nobody starts it again."""
-        return self._endpoint.platform.given_up.reason(self.address)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the link to {self.task} is closed")
-        if self.lost is not None:
-            raise self.lost.with_traceback(None)  # it is raised many times
 
     # What becomes of it.
 
@@ -545,8 +522,9 @@ class Call(msgspec.Struct, eq=False):
     def _refusal(self, lost: ConnectionLost | PlanForgotten) -> Exception | None:
         """Return why it is not made again; None: it is."""
         link = self.link
-        if isinstance(lost, PlanForgotten):
-            link.define_again()
+        if isinstance(lost, PlanForgotten):  # each connection hears what they are once more
+            for peer in link._peers.values():
+                peer.state["plans"].clear()
         if asyncio.get_running_loop().time() - self.asked > LASTED_S:
             self.losses = 0
         self.losses += 1

@@ -24,10 +24,6 @@ class Joined(tuple[memoryview, ...]):
 
     lengths: Sequence[int]
 
-    def __bool__(self) -> bool:
-        """Return whether there are segments, of which all may be empty."""
-        return bool(self.lengths)
-
 
 def cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
     """Cut a body that lies in several views into segments of these lengths: of each its views."""
