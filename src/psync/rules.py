@@ -33,7 +33,7 @@ import numpy as np
 from psync.errors import ConfigurationError, check_fits
 from psync.numerics import rules as known_rules
 from psync.numerics.memory import Scratch
-from psync.numerics.rules import ACCUMULATOR, Arrays, Coefficients, Part, Rate, RuleRaised
+from psync.numerics.rules import ACCUMULATOR, Arrays, Coefficients, Part, RuleRaised
 from psync.numerics.rules import UpdateRule as _AnyRule
 from psync.numerics.rules import within as within
 from psync.schedules import add_to
@@ -237,9 +237,6 @@ def register(made: type[R]) -> type[R]:
     _check_attributes(made, where)
     cls = made
     if "__dataclass_fields__" not in vars(made):  # else it is registered again
-        rate = vars(made).get("learning_rate")  # another default
-        if isinstance(rate, int | float):
-            made.learning_rate = Rate(rate)
         cls = dataclass(eq=False)(made)
     if inspect.isabstract(cls):
         raise ConfigurationError(f"{where}: expected a method update(value, slots, gradient, step)")

@@ -111,7 +111,7 @@ def test_a_default_rate_and_initial_values_of_slots() -> None:
     class Filled(rules.UpdateRule):
         name = "tests.filled"
         slots = ("sums",)
-        learning_rate: float = 0.25  # type: ignore[assignment]
+        learning_rate: float = 0.25
         initial_sums_value: float = 0.1
 
         def update(self, value: Any, slots: Any, gradient: Any, step: rules.Step) -> Any:

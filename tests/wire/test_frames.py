@@ -109,8 +109,8 @@ def test_a_segment_may_be_gathered_from_several_views() -> None:
 
 
 def test_buffers_may_end_elsewhere_than_segments() -> None:
-    views = [memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]
-    joint = Joined.of(views, (1, 0, 6))
+    joint = Joined([memoryview(b"abc"), memoryview(b""), memoryview(b"defg")])
+    joint.lengths = (1, 0, 6)
     assert len(encode_frame(Kind.REPLY, 1, b"h", joint)) == 3, "no empty buffers"
     (frame,) = pour(
         FrameDecoder(DEFAULT_LIMITS, Anywhere()), frame_bytes(Kind.REPLY, 1, b"h", joint)

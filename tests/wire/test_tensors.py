@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as npst
 
 from psync.errors import PartitionError
 from psync.specs import DTYPE_NAMES, dtype_of
-from psync.wire.tensors import Joined, array_from_bytes, to_bytes_view, to_bytes_views
+from psync.wire.tensors import array_from_bytes, to_bytes_view, to_bytes_views
 
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 READ_ONLY = BASE.copy()
@@ -62,11 +62,6 @@ def test_many_become_bytes_as_each_alone() -> None:
 def test_the_bytes_are_in_c_order_and_little_endian() -> None:
     array = np.asfortranarray(np.array([[1, 2], [3, 4]], ">i2"))
     assert bytes(to_bytes_view(array)) == b"\1\0\2\0\3\0\4\0"
-
-
-def test_there_are_segments_though_all_are_empty() -> None:
-    assert Joined.of([], [0, 0])
-    assert not Joined.of([memoryview(b"")], [])
 
 
 def test_a_contiguous_array_is_not_copied() -> None:

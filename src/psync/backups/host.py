@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
-from psync.net.shielding import shielded
+from psync.net.shielding import begin, shielded
 from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import Diverged, chained
@@ -411,9 +411,7 @@ class BackupHost:
                 self._end(known)
 
     def _end(self, known: _Backup) -> None:
-        task = asyncio.get_running_loop().create_task(known.close())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        begin(known.close(), self._ending)
 
     async def close(self) -> None:
         """End all of them. Cancellation: they go on ending."""

@@ -38,7 +38,7 @@ from psync.client.link import PsLink, all_of, ask
 from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
-from psync.net.shielding import end_all
+from psync.net.shielding import begin, end_all
 from psync.specs import dtype_of
 from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import Text, Whole, read_json, to_json
@@ -259,10 +259,7 @@ class Cuts:
             calls = (link.call(message) for link in self._links)
             await asyncio.gather(*calls, return_exceptions=True)  # who is gone has let go
 
-        task = asyncio.get_running_loop().create_task(tell())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
+        return begin(tell(), self._ending)
 
     async def close(self) -> None:
         """Stop telling. Cancellation: safe."""

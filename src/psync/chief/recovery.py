@@ -632,7 +632,7 @@ class ClusterRecovery:
         """Step: wait until all ps tasks are there, and serve this coordinator."""
         links = self.links.ps.links
         for link in links:
-            if reason := link.gone_for_good:
+            if reason := self.links.endpoint.platform.given_up.reason(link.address):
                 raise CheckpointError(f"{link.task} {reason}")
             if link.lost is not None:
                 link.revive()

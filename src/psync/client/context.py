@@ -410,7 +410,7 @@ class KnownPushes:
         """
         for request, answer in zip(plan.requests, answers, strict=True):
             self.number = max(self.number, answer.step)
-            if count_of(answer.elsewhere):
+            if answer.elsewhere and count_of(answer.elsewhere):
                 self._raise(request.ps, answer.elsewhere)
             if before and request.place == HOME and answer.outcome == "accepted":
                 epoch = answer.step >> STEP_BITS

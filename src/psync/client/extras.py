@@ -39,7 +39,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -51,9 +51,9 @@ from psync.client.plan import Array, Plan
 from psync.client.ps import PsClient
 from psync.errors import LockLost, PsyncError
 from psync.net.platform import PerProcess
+from psync.net.shielding import in_turns
 from psync.numerics.compression import WIDE, Compression, compensate, narrow_dtype, widen_into
 from psync.numerics.rows import IndexedSlices
-from psync.numerics.sums import PIECE_BYTES
 from psync.wire.messages import Contributed, LockShards, Pushed, UnlockShards
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class ErrorFeedback:
         timeline = self._timeline
         try:
             with ps.work.push:
-                await _in_turns(rounding())
+                await in_turns(rounding())
             answer = await send(ps.plan(plan.variables, kind), sent)
             each = answer if isinstance(answer, list) else [answer]
             if all(one.outcome == "accepted" for one in each):
@@ -294,15 +294,5 @@ async def pull_compressed(
                 arrays[at] = wide
 
     with ps.work.pull:
-        await _in_turns(widening())
+        await in_turns(widening())
     return arrays
-
-
-async def _in_turns(work: Iterable[int]) -> None:
-    """Do work that says how many bytes each piece was, with the loop running now and then."""
-    done = 0
-    for nbytes in work:
-        done += nbytes
-        if done >= PIECE_BYTES:
-            done = 0
-            await asyncio.sleep(0)

@@ -43,12 +43,11 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Into
 from psync.net.endpoint import Endpoint
-from psync.net.shielding import shielded
+from psync.net.shielding import begin, shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
-from psync.wire.handshake import LANES
-from psync.wire.messages import DefinePlan
+from psync.wire.messages import Contributed, DefinePlan
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +130,8 @@ class PsLink:
         self.client = client or Outgoing()
         self.relied_on: dict[Answers[Any], int] = {}
         self._endpoint = endpoint
-        self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
-        self._connecting = {lane: asyncio.Lock() for lane in LANES}
-        self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
+        self._attempts: dict[str, asyncio.Task[Exception | None]] = {}  # by lane
         self._keepalive: asyncio.Task[None] | None = None
         self._closed = False
         self._released: asyncio.Event | None = None  # while ordinary calls are held back
@@ -171,7 +168,7 @@ class PsLink:
         assert isinstance(received, Frame), "else its error was raised"
         return received
 
-    def ask(self, call: Call, then: Then | None, losses: int = 0) -> Call:
+    def ask(self, call: Call, then: Then | None = None, losses: int = 0) -> Call:
         """Make a call of this link; without a coroutine while there is a connection.
 
         Args:
@@ -205,10 +202,7 @@ class PsLink:
 
     def ask_later(self, call: Call) -> None:
         """Make a call once there is a connection, and no recovery goes on."""
-        task = asyncio.get_running_loop().create_task(self._ask_later(call))
-        self.repeating.add(task)
-        task.add_done_callback(self.repeating.discard)
-        call.end = task.cancel
+        call.end = begin(self._ask_later(call), self.repeating).cancel
 
     async def _ask_later(self, call: Call) -> None:
         try:
@@ -237,11 +231,6 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
 
-    def define_again(self) -> None:
-        """The ps has forgotten a plan: say on each connection what they are before naming them."""
-        for peer in self._peers.values():
-            peer.state["plans"].clear()
-
     # Connections.
 
     async def peer(self, lane: str) -> Connection:
@@ -255,44 +244,45 @@ class PsLink:
 
         Cancellation: Safe.
         """
-        peer = self._peers.get(lane)
-        if peer is not None and peer.is_open and self.lost is None:
-            return peer
-        async with self._connecting[lane]:
-            while True:
-                peer = self._peers.get(lane)
-                self._check_usable()
-                if peer is not None and peer.is_open:
-                    return peer
-                life = self._life
-                try:
-                    async with asyncio.timeout(None) as attempt:  # it is ended from outside
-                        self._attempts[lane] = attempt
-                        try:
-                            peer = await self._connect(lane)
-                        finally:  # before anybody hears of it, who may end all attempts
-                            del self._attempts[lane]
-                except (ConnectFailed, TimeoutError) as exc:
-                    if life != self._life:  # it was looked for where it is not any more
-                        continue
-                    why = exc.message if isinstance(exc, ConnectFailed) else "given up"
-                    raise self._declare_lost(
-                        f"at {self.address} cannot be reached ({why})"
-                    ) from exc
-                if life == self._life and self.lost is None and not self._closed:
-                    break
-                peer.close()
-            if self.incarnation is None:
-                self.incarnation = peer.incarnation
-            elif self.incarnation != peer.incarnation:
-                peer.close()
-                raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
-            self._peers[lane] = peer
-            peer.state["plans"] = set()  # that were defined on it
-            self.client.calls += 1
-            if self._keepalive is None:
-                self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
-            return peer
+        while True:
+            if self._closed:
+                raise ClosedError(f"the link to {self.task} is closed")
+            if self.lost is not None:
+                raise self.lost.with_traceback(None)  # it is raised many times
+            peer = self._peers.get(lane)
+            if peer is not None and peer.is_open:
+                return peer
+            if (attempt := self._attempts.get(lane)) is None:
+                attempt = asyncio.get_running_loop().create_task(self._attempt(lane))
+                self._attempts[lane] = attempt
+            await asyncio.wait([attempt])
+            if not attempt.cancelled() and (error := attempt.result()) is not None:
+                raise error.with_traceback(None)  # it is raised for all who have waited
+
+    async def _attempt(self, lane: str) -> Exception | None:
+        """Make the connection of a lane, for all who wait for it; return why there is none."""
+        failed: Exception | None = None
+        try:
+            peer = await self._connect(lane)
+        except Exception as exc:  # who cancels it has removed it
+            failed = exc
+        del self._attempts[lane]  # before anybody hears of it, who may end all attempts
+        if isinstance(failed, ConnectFailed):
+            lost = self._declare_lost(f"at {self.address} cannot be reached ({failed.message})")
+            lost.__cause__ = failed
+            return lost
+        if failed is not None:
+            return failed
+        if self.incarnation not in (None, peer.incarnation):
+            peer.close()
+            return self._declare_lost(f"at {self.address} was restarted and has lost its shards")
+        self.incarnation = peer.incarnation
+        self._peers[lane] = peer
+        peer.state["plans"] = set()  # that were defined on it
+        self.client.calls += 1
+        if self._keepalive is None:
+            self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
+        return None
 
     async def _connect(self, lane: str) -> Connection:
         """Connect, with patience for a ps that is slow or far, and less for one that has ended.
@@ -312,20 +302,10 @@ class PsLink:
                     raise ConnectFailed(f"no answer within {self.away_for_s:g} s") from exc
                 # Our own loop stood still: the answer may be unread.
         patience_s = self.lost_after_s
-        if self.refused_for_s < patience_s < math.inf:
-            try:
-                return await connect(self.address, self.task, lane, timeout_s=self.refused_for_s)
-            except ConnectFailed as exc:
-                if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
-                    raise
-            patience_s -= self.refused_for_s
-        try:
-            return await connect(self.address, self.task, lane, timeout_s=patience_s)
-        except ConnectFailed as exc:
-            last = exc.__cause__ or exc
-            raise ConnectFailed(
-                f"no connection within {self.lost_after_s:g} s: {last}", hint=exc.hint
-            ) from last
+        refused_s = math.inf if patience_s == math.inf else self.refused_for_s
+        return await connect(
+            self.address, self.task, lane, timeout_s=patience_s, refused_s=refused_s
+        )
 
     async def _keep_alive(self) -> None:
         """Ping the ps for as long as it is not lost, and end its connections when it is silent."""
@@ -385,17 +365,6 @@ class PsLink:
         """Whether a recovery is under way."""
         return self._released is not None
 
-    @property
-    def gone_for_good(self) -> str | None:
-        """Return what became of the ps, if nobody starts it again."""
-        return self._endpoint.platform.given_up.reason(self.address)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the link to {self.task} is closed")
-        if self.lost is not None:
-            raise self.lost.with_traceback(None)  # it is raised many times
-
     # What becomes of it.
 
     def hold(self) -> None:
@@ -423,7 +392,6 @@ class PsLink:
         self._end_attempts()
         self.lost = None
         self.incarnation = None
-        self._life += 1
         if self._keepalive is not None:
             self._keepalive.cancel()  # the next connection has one of its own
             self._keepalive = None
@@ -446,8 +414,8 @@ class PsLink:
 
     def _end_attempts(self) -> None:
         for attempt in self._attempts.values():
-            if not attempt.expired():  # it ends already
-                attempt.reschedule(asyncio.get_running_loop().time())
+            attempt.cancel()
+        self._attempts.clear()
 
     def _declare_lost(self, message: str) -> ParameterServerLost:
         if self.lost is not None:
@@ -464,16 +432,18 @@ class PsLink:
         self._end_answers()
         return error
 
-    def close(self) -> list[asyncio.Task[None]]:
+    def close(self) -> list[asyncio.Task[Any]]:
         """Close the connections; calls under way fail. Return what has not ended yet."""
         self._closed = True
         self.release()
         for peer in self._peers.values():
             peer.close()
-        if self._keepalive is None:
-            return []
-        self._keepalive.cancel()
-        return [self._keepalive]
+        ending: list[asyncio.Task[Any]] = [*self._attempts.values()]
+        self._end_attempts()
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            ending.append(self._keepalive)
+        return ending
 
 
 class Call(msgspec.Struct, eq=False):
@@ -493,7 +463,8 @@ class Call(msgspec.Struct, eq=False):
         definition: Of the plan that the message names, which the connection has to know.
         build: Makes the message, each time that it is sent; None: it is always the same.
         end: Gives it up; None: it is not under way.
-        then: Told of the end; None: it is over, or given up.
+        then: Told of the end; None: it is over, or given up, or one of several.
+        answers: Told instead, of one of several; ``at``: its place among them.
         losses: Connections in a row that were lost with it.
         asked: When it was sent again, by the loop's clock.
     """
@@ -512,12 +483,14 @@ class Call(msgspec.Struct, eq=False):
     build: Callable[[], Message] | None = None
     end: Callable[[], object] | None = None
     then: Then | None = None
+    answers: Answers[Any] | None = None
+    at: int = 0
     losses: int = 0
     asked: float = math.inf
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
-        end, self.end, self.then = self.end, None, None
+        end, self.end, self.then, self.answers = self.end, None, None, None
         if end is not None:
             end()
 
@@ -531,15 +504,27 @@ class Call(msgspec.Struct, eq=False):
                 return
             outcome = error
         self.end = None
-        then, self.then = self.then, None  # which leads back here: it would hold what came
-        if then is not None:
+        # These lead back here: they would hold what came.
+        then, answers, self.then, self.answers = self.then, self.answers, None, None
+        if answers is not None:
+            answers.outcomes[self.at] = outcome
+            answers.missing -= 1
+            if not answers.missing:
+                answers.complete()
+            elif answers.ends_early:
+                if isinstance(outcome, Exception):
+                    answers.complete()
+                elif type(outcome.message) is Contributed and not outcome.message.count:
+                    answers.complete()
+        elif then is not None:
             then(outcome)
 
     def _refusal(self, lost: ConnectionLost | PlanForgotten) -> Exception | None:
         """Return why it is not made again; None: it is."""
         link = self.link
-        if isinstance(lost, PlanForgotten):
-            link.define_again()
+        if isinstance(lost, PlanForgotten):  # each connection hears what they are once more
+            for peer in link._peers.values():
+                peer.state["plans"].clear()
         if asyncio.get_running_loop().time() - self.asked > LASTED_S:
             self.losses = 0
         self.losses += 1
@@ -576,9 +561,12 @@ class Answers(Generic[M]):
             tasks have rolled back meanwhile.
 
     Attributes:
+        ends_early: Whether all is over with an error, or when a push counts in no step.
         ended: Done when all have ended, or as soon as more would change nothing.
         drawn: (ps, number there) of each call of an update, see ``Outgoing.deliver``.
     """
+
+    ends_early = False
 
     def __init__(
         self,
@@ -611,22 +599,11 @@ class Answers(Generic[M]):
         self.missing = len(self.calls)
         self.outcomes = [None] * self.missing
         for at, call in enumerate(self.calls):
-            call.link.ask(call, functools.partial(self.note, at))
+            call.answers, call.at = self, at
+            call.link.ask(call)
         if not self.calls:
             self.complete()
         return self
-
-    def ask(self, at: int) -> None:
-        """Make one call."""
-        call = self.calls[at]
-        call.link.ask(call, functools.partial(self.note, at))
-
-    def note(self, at: int, outcome: Frame | Exception) -> None:
-        """One of them has ended."""
-        self.outcomes[at] = outcome
-        self.missing -= 1
-        if not self.missing:
-            self.complete()
 
     def complete(self) -> None:
         """All have ended: an error, or answers that no rollback has undone, are the end."""
@@ -652,7 +629,8 @@ class Answers(Generic[M]):
         if is_due and self.missing and isinstance(self.outcomes[at], Frame):
             self.missing += 1
             self.outcomes[at] = None
-            self.ask(at)
+            self.calls[at].answers = self
+            self.calls[at].link.ask(self.calls[at])
 
     def lack(self, error: Exception) -> None:
         """Those that are not there will not come."""
@@ -772,25 +750,19 @@ class Outgoing:
         """
         if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
             raise ClosedError(CLOSED)
-        under_way = self._begin(work())
+        under_way = begin(work(), self.begun)
         try:
             return await shielded(under_way)
         except asyncio.CancelledError:
             under_way.add_done_callback(_note_result)
             raise
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self.begun.add(task)
-        task.add_done_callback(self.begun.discard)
-        return task
-
     def _go_on(self, update: Answers[Any]) -> None:
         """Let a delivery end without its caller, who was cancelled."""
         update.ended = asyncio.get_running_loop().create_future()
         if not update.missing:
             update.ended.set_result(None)
-        self._begin(update.all()).add_done_callback(_note_result)
+        begin(update.all(), self.begun).add_done_callback(_note_result)
 
     async def drain(self) -> None:
         """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""

@@ -31,7 +31,7 @@ from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.codec import encode, replace
 from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Borrowed, Segment, copies
 from psync.wire.messages import DefinePlan, Read
-from psync.wire.tensors import Joined, to_bytes_view, to_bytes_views
+from psync.wire.tensors import Joined, cut, to_bytes_view, to_bytes_views
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
@@ -355,7 +355,7 @@ class Landing:
         view = self._views[number]
         if view is None:
             memory = self._pool.lend(self.plan.buffers[number])
-            view = self._views[number] = to_bytes_view(memory)
+            view = self._views[number] = memory.data
             root = self._roots[number] = memory.view()
             root.flags.writeable = self._writable
         return view
@@ -398,7 +398,7 @@ class Landing:
     async def copied(self) -> list[np.ndarray]:
         """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""
         requests = self.plan.requests
-        bodies = {at: _cut(views, requests[at].lengths) for at, views in self.kept.items()}
+        bodies = {at: cut(views, requests[at].lengths) for at, views in self.kept.items()}
         self.kept.clear()
         leased = self._leased(bodies)
         if len(leased) == len(self.plan.places):
@@ -447,21 +447,6 @@ class Landing:
                 if array.flags.aligned:
                     leased[index] = array
         return leased
-
-
-def _cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
-    """Cut a body that lies in several extents into segments of these lengths: of each its views."""
-    rest, segments = [*reversed(views)], list[list[memoryview]]()
-    for length in lengths:
-        pieces = []
-        while length:
-            view = rest.pop()
-            if len(view) > length:
-                rest.append(view[length:])
-            pieces.append(view[:length])
-            length -= len(pieces[-1])
-        segments.append(pieces)
-    return segments
 
 
 def _thrown_away(lengths: tuple[int, ...]) -> list[memoryview]:

@@ -53,7 +53,7 @@ from psync.client.ps import PsClient, brought
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.numerics.memory import BlockPool
 from psync.wire import messages
-from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Frame, flat
+from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, flat
 
 GOOD_FOR_S = 0.001
 """A step that has not let go of the loop for so long has computed, or read something."""
@@ -167,14 +167,7 @@ NOTHING = Request(0, 0)
 class PartAnswers(Answers[messages.Pushed | messages.Contributed]):
     """The answers to a push, of which none is missing that it needs; see above."""
 
-    def note(self, at: int, outcome: Frame | Exception) -> None:
-        """One has come."""
-        self.outcomes[at] = outcome
-        self.missing -= 1
-        if not self.missing or isinstance(outcome, Exception):
-            self.complete()
-        elif type(outcome.message) is messages.Contributed and not outcome.message.count:
-            self.complete()
+    ends_early = True
 
 
 class SyncClient:
@@ -283,7 +276,7 @@ class SyncClient:
                 answers.send()
                 if landing is not None:
                     for buffer in range(len(landing.plan.buffers)):  # meanwhile
-                        asyncio.get_running_loop().call_soon(landing.buffer, buffer)
+                        self._ps.loop.call_soon(landing.buffer, buffer)
                 came = await answers.all()
             except BaseException:
                 with contextlib.suppress(PsyncError):

@@ -122,15 +122,13 @@ class Request(Frame, Generic[M]):
             unless only the connection goes.
     """
 
-    __slots__ = ("in_coroutine", "is_held", "on_given_up", "over", "peer", "task")
-
     message: M
     peer: Connection
-    over: bool
-    is_held: bool  # its body counts, and its caller may give it up
-    in_coroutine: bool  # it is served by one
-    task: asyncio.Task[Any] | None  # once that has begun
-    on_given_up: Callable[[Request[Any]], None] | None
+    over = False
+    is_held = False  # its body counts, and its caller may give it up
+    in_coroutine = False  # it is served by one
+    task: asyncio.Task[Any] | None = None  # once that has begun
+    on_given_up: Callable[[Request[Any]], None] | None = None
 
     def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Answer; nothing if that is over. To a notification nothing is sent."""
@@ -238,7 +236,7 @@ class OwnRequest(Request[M]):
         then: Told the answer (message, segments), or the error; once.
     """
 
-    __slots__ = ("_then",)
+    kind, request_id = _REQUEST, 1
 
     def __init__(
         self,
@@ -247,13 +245,8 @@ class OwnRequest(Request[M]):
         segments: Sequence[memoryview],
         then: Callable[[Answer | BaseException], None],
     ) -> None:
-        self.kind, self.request_id, self.header = _REQUEST, 1, b""
-        self.lengths, self.nbytes, self.segments = (), 0, segments
-        self.message, self.token, self.borrowed = message, None, None
         self.peer = peer  # type: ignore[assignment]
-        self.over = self.is_held = self.in_coroutine = False
-        self.task = self.on_given_up = None
-        self._then = then
+        self.message, self.segments, self._then = message, segments, then
 
     def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Tell the callback."""
@@ -675,8 +668,7 @@ class Connection(asyncio.BufferedProtocol):
         number, message, error = request.request_id, request.message, request.token
         if (number == 0) is (request.kind == _REQUEST) or number in self._serving:
             raise RemoteProtocolError(f"request id {number} cannot be used")
-        request.peer, request.over, request.is_held = self, False, False
-        request.in_coroutine, request.task, request.on_given_up = False, None, None
+        request.peer = self
         handler = self._handlers.get(type(message))
         if handler is None:
             raise self._unserved(message)

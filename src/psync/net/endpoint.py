@@ -9,9 +9,9 @@ import math
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from psync.closures.membership import backoff
 from psync.errors import (
@@ -24,10 +24,10 @@ from psync.errors import (
     PsyncError,
 )
 from psync.net import handshake_limits
-from psync.net.connection import Connection, Handler, Tap
+from psync.net.connection import Connection, Handler, Spawn, Tap
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing
-from psync.net.shielding import end_all
+from psync.net.shielding import begin, end_all
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
@@ -86,8 +86,8 @@ class Endpoint:
         self._failures = handshake_limits.FailedHandshakes(self.platform.limits.handshake_failures)
         self._log_quota = handshake_limits.LogQuota()
         self._untold: asyncio.TimerHandle | None = None  # None: every line was written
-        self._untold_level = logging.NOTSET  # the highest of the lines that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
+        self.spawn: Spawn = partial(begin, under_way=self._tasks)  # starts one that takes time
         self._listeners: list[Listener] = []
         self._tap_of: Callable[[Connection], Tap] | None = None
         self._closed = False
@@ -181,7 +181,8 @@ class Endpoint:
         expect: str,
         lane: str = "control",
         *,
-        timeout_s: float | None = None,
+        timeout_s: float = math.inf,
+        refused_s: float = math.inf,
         level: int = logging.WARNING,
     ) -> Connection:
         """As ``connect``, again and again with growing pauses until it works.
@@ -190,7 +191,8 @@ class Endpoint:
             address: As for ``connect``.
             expect: As for ``connect``.
             lane: As for ``connect``.
-            timeout_s: Seconds until it is given up; None: never.
+            timeout_s: Seconds until it is given up.
+            refused_s: Seconds for which nobody listens there until it is given up.
             level: Of the log, for saying that it takes long.
 
         Raises:
@@ -204,7 +206,8 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         start = loop.time()
         # As a time, not as what has been waited: near it, rounding would leave pauses of nothing.
-        deadline = math.inf if timeout_s is None else start + timeout_s
+        deadline = start + timeout_s
+        refused_until = math.inf  # while nobody listens there
         report_after_s = REPORT_AFTER_S
         for attempt in itertools.count():
             try:
@@ -212,9 +215,14 @@ class Endpoint:
                 break
             except ConnectFailed as exc:
                 now = loop.time()
-                if now >= deadline:
+                if not isinstance(exc.__cause__, ConnectionRefusedError):
+                    refused_until = math.inf
+                elif refused_until == math.inf:
+                    refused_until = now + refused_s
+                if now >= min(deadline, refused_until):
+                    waited_s = timeout_s if now >= deadline else refused_s
                     raise ConnectFailed(
-                        f"no connection within {timeout_s:g} s: {exc.message}",
+                        f"no connection within {waited_s:g} s: {exc.message}",
                         hint=f"is {expect} running, and is this its address?",
                     ) from exc
                 if now - start >= report_after_s:
@@ -223,7 +231,8 @@ class Endpoint:
                         self.task, now - start, exc.message,
                     )  # fmt: skip
                     report_after_s = 2 * (now - start)
-            await asyncio.sleep(min(backoff(attempt, self.platform.uniform()), deadline - now))
+            pause_s = backoff(attempt, self.platform.uniform())
+            await asyncio.sleep(min(pause_s, deadline - now, refused_until - now))
         return peer
 
     async def close(self, *, goes_on: bool = False) -> None:
@@ -385,21 +394,17 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         if self._log_quota.allows(loop.time()):
             logger.log(level, text, *args)
-        elif not self._closed:
-            self._untold_level = max(self._untold_level, level)
-            if self._untold is None:
-                self._untold = loop.call_at(self._log_quota.ends, self._tell_untold)
+        elif not self._closed and self._untold is None:
+            self._untold = loop.call_at(self._log_quota.ends, self._tell_untold)
 
     def _tell_untold(self) -> None:
         if self._untold is not None:
             self._untold.cancel()
             self._untold = None
-            logger.log(
-                self._untold_level,
+            logger.warning(
                 "%s: %d more messages about unknown peers in the last minute were suppressed",
                 self.task, self._log_quota.untold(),
             )  # fmt: skip
-            self._untold_level = logging.NOTSET
 
     def _check_not_closed(self) -> None:
         if self._closed:
@@ -408,10 +413,3 @@ class Endpoint:
     async def _wait_closed(self) -> None:
         for peer in list(self._peers):
             await peer.wait_closed()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a handler that takes time."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -15,6 +15,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+TURN_BYTES = 1 << 20
+"""About what is worked on in one turn of the loop."""
+
+
+def begin(work: Coroutine[Any, Any, T], under_way: set[Any]) -> asyncio.Task[T]:
+    """Start work, which is in a set until it has ended: a loop itself may lose it."""
+    task = asyncio.get_running_loop().create_task(work)
+    under_way.add(task)
+    task.add_done_callback(under_way.discard)
+    return task
+
 
 async def first_of(*works: Coroutine[Any, Any, T]) -> T:
     """Wait until one of these ends, and return its result; the others are cancelled.
@@ -103,6 +114,19 @@ def most_are_cancelled(before: Iterable[asyncio.Task[Any]] = ()) -> bool:
     if known := {task for task in known if not task.done() or task.cancelling() > 0}:
         return all(task.cancelling() > 0 for task in known)
     return 2 * sum(task.cancelling() > 0 for task in others) >= len(others)
+
+
+async def in_turns(work: Iterable[int], pause_s: float = 0.0) -> None:
+    """Do work that says how many bytes each piece was, with the loop running now and then.
+
+    Cancellation: The rest is not done.
+    """
+    done = 0
+    for nbytes in work:
+        done += nbytes
+        if done >= TURN_BYTES:
+            done = 0
+            await asyncio.sleep(pause_s)
 
 
 CELL = "parent_header"

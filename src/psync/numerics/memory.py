@@ -40,6 +40,7 @@ together again.
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import sys
 from collections import OrderedDict
@@ -123,9 +124,8 @@ def roomy(nbytes: int) -> int:
     return -(-nbytes // quarter) * quarter
 
 
-def private(nbytes: int) -> np.ndarray:
-    """Return a new root of ordinary memory."""
-    return np.empty(nbytes, np.uint8)
+private: Callable[[int], np.ndarray] = functools.partial(np.empty, dtype=np.uint8)
+"""Returns a new root of ordinary memory."""
 
 
 def no_run(nbytes: int, offset: int) -> memoryview | None:

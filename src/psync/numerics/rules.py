@@ -197,19 +197,6 @@ Part = tuple[np.ndarray, np.ndarray, Arrays, np.ndarray, Arrays]
 """
 
 
-class Rate:
-    """Descriptor of a learning rate: set as a number or a schedule, read as a schedule."""
-
-    def __init__(self, default: float) -> None:
-        self.default = as_schedule(default)
-
-    def __get__(self, rule: UpdateRule | None, cls: type[UpdateRule]) -> Schedule:
-        return self.default if rule is None else rule.__dict__["learning_rate"]
-
-    def __set__(self, rule: UpdateRule, value: float | Schedule) -> None:
-        rule.__dict__["learning_rate"] = as_schedule(value)
-
-
 def within(default: float, minimum: float = 0, maximum: float = math.inf) -> Any:
     """Declare a numeric argument of a rule, with its default and its range."""
     return field(default=default, metadata={"range": (minimum, maximum)})
@@ -230,9 +217,10 @@ class UpdateRule(ABC):
     slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
     temporaries = 2  # scratch arrays that ``_update`` needs, at least 1
     options = RuleOptions()
-    learning_rate: Rate = Rate(0.001)
+    learning_rate: Any = 0.001  # a ``Schedule``, once the rule is made
 
     def __post_init__(self) -> None:
+        self.learning_rate = as_schedule(self.learning_rate)
         for argument in fields(self)[1:]:
             value = getattr(self, argument.name)
             if isinstance(argument.default, bool):
@@ -338,7 +326,7 @@ class UpdateRule(ABC):
             ratio: Result of ``trust_ratio`` for the whole variable; layerwise rules only.
         """
         options = self.options
-        rate: float = self.__dict__["learning_rate"](step)
+        rate: float = self.learning_rate(step)
         decay = rate * (options.weight_decay or 0.0)
         scaled_rate = rate if ratio is None else rate * ratio
         iteration = step // (options.gradient_accumulation_steps or 1)
@@ -421,7 +409,7 @@ class SGD(UpdateRule):
     """
 
     name = "sgd"
-    learning_rate: Rate = Rate(0.01)
+    learning_rate: Any = 0.01
     momentum: float = within(0.0, 0, 1)
     nesterov: bool = False
 

@@ -86,7 +86,6 @@ class Claim:
     keys: frozenset[Key]
     exclusive: bool
     held: bool = False
-    turn: asyncio.Future[None] | None = None  # of an update that waits for it
 
 
 Holder = tuple[str, int, int]
@@ -103,7 +102,7 @@ class _Lock:
     timer: asyncio.TimerHandle | None = None  # once it is held
 
 
-class PsLocks:
+class PsLocks(Changing):
     """The locks on one ps under one coordinator.
 
     Args:
@@ -112,6 +111,7 @@ class PsLocks:
     """
 
     def __init__(self, task: str, store: ShardStore) -> None:
+        super().__init__()
         self.taken = self.expired = 0
         self._task = task
         self._store = store
@@ -123,10 +123,7 @@ class PsLocks:
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        return {
-            LockShards: Handler(self._lock),
-            UnlockShards: Handler(self._unlock),
-        }
+        return {LockShards: Handler(self._lock), UnlockShards: Handler(self._unlock)}
 
     @property
     def num_waiting(self) -> int:
@@ -182,11 +179,10 @@ class PsLocks:
 
         Cancellation: Safe; the claim is still to be ended.
         """
-        if claim in self._waiting:
-            claim.turn = asyncio.get_running_loop().create_future()
-            await claim.turn
-        elif not claim.held:  # it was given up before anybody waited
-            raise self._cancelled()
+        while claim in self._waiting:
+            await self.changed()
+        if not claim.held:
+            raise LockLost(f"{self._task}: a lock was cancelled while it waited")
 
     def end(self, claim: Claim) -> None:
         """Give up a claim, held or not, and let others have their turn; again: changes nothing."""
@@ -196,13 +192,9 @@ class PsLocks:
         self._waiting.pop(claim, None)
         claim.held = False
         self.num_exclusive -= claim.exclusive
-        if claim.turn is not None and not claim.turn.done():
-            claim.turn.set_exception(self._cancelled())
         if self._waiting:
             self._grant()
-
-    def _cancelled(self) -> LockLost:
-        return LockLost(f"{self._task}: a lock was cancelled while it waited")
+        self.wake()
 
     def _in_the_way(self, keys: frozenset[Key], exclusive: bool) -> bool:
         """Return whether one who comes now must wait, be it for others who wait."""
@@ -224,8 +216,6 @@ class PsLocks:
                 del self._waiting[claim]
                 self._held[claim] = None
                 claim.held = True
-                if claim.turn is not None and not claim.turn.done():
-                    claim.turn.set_result(None)
             (locked if claim.exclusive else used).update(claim.keys)
 
     def check(self, client: Client, number: int, keys: Iterable[Key]) -> None:
@@ -275,8 +265,6 @@ class PsLocks:
             if self._locks.get(holder) is lock:
                 self._drop(holder)
             raise
-        if self._locks.get(holder) is not lock:  # its turn came, and its end before it was told
-            raise self._ended(holder[2])
         self._start_lease(holder, lock)
         request.answer(Done())
 
@@ -369,9 +357,7 @@ class UpdateGate(Changing):
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        return {
-            Gate: Handler(self._shut),
-        }
+        return {Gate: Handler(self._shut)}
 
     @property
     def num_waiting(self) -> int:

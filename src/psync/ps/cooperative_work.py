@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from psync.errors import BusyError, PsyncError
 from psync.net.connection import Request
+from psync.net.shielding import begin
 from psync.store.store import Key, ShardStore, Work
 from psync.store.work import Prepared, ShardWork, Workspace
 
@@ -137,10 +138,7 @@ class LongWork(Changing):
 
     def to_the_end(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Carry work out whatever becomes of its request: half an update is none."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
-        return asyncio.shield(task)
+        return asyncio.shield(begin(work, self._updates))
 
     async def drain(self) -> None:
         """Wait until all that has begun is done. Cancellation: safe; it goes on.
@@ -156,17 +154,10 @@ class LongWork(Changing):
             self._threads.shutdown(wait=False)
             self._threads = None
 
-    def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:
-        """Return whether shards are idle, and an update small enough for one turn.
-
-        Names of accumulators are not looked up: nothing but computes works on these.
-        """
-        if nbytes + SHARD_BYTES * len(keys) > INLINE_BYTES:
-            return False
-        for key in keys:
-            if not isinstance(key, str) and store.busy(key):
-                return False
-        return True
+    def fits_now(self, store: ShardStore, keys: Sequence[Key], nbytes: int) -> bool:
+        """Return whether shards are idle, and an update small enough for one turn."""
+        is_little = nbytes + SHARD_BYTES * len(keys) <= INLINE_BYTES
+        return is_little and not any(map(store.busy, keys))
 
     async def when_idle(self, function: Callable[..., T], *arguments: Any) -> T:
         """Read shards or begin work on them when all that it needs are idle.

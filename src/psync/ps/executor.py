@@ -56,13 +56,12 @@ NOBODY: Client = ("", 0)
 
 
 class Later(enum.Enum):
-    """The type of ``LATER``."""
+    """Of an act that has been done: its request is answered by somebody else."""
 
     LATER = enum.auto()
 
 
 LATER = Later.LATER
-"""Of an act that has been done: its request is answered by somebody else."""
 
 Outcome = Compute | Awaitable[None] | Later | None
 """Of an act: what comes before the answer, or what to wait for, with all later entries."""

@@ -50,7 +50,9 @@ from psync.store.rows import RowValues
 from psync.store.store import Adjacent, Key, Plan, ShardStore, ones
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message, decode
+from psync.wire.frames import copies
 from psync.wire.messages import DefinePlan, Done
+from psync.wire.tensors import cut
 
 NO_BYTES = memoryview(b"")
 
@@ -346,14 +348,7 @@ class ShardSet:
         if len(body) <= 1:
             whole = body[0] if body else NO_BYTES
             return [whole[start:end] for start, end in self.bounds]
-        pieces = iter(body)
-        piece, parts = NO_BYTES, []
-        for length in self.lengths:
-            while len(piece) < length:  # what is left of one is as large as a shard, or empty
-                piece = next(pieces)
-            parts.append(piece[:length])
-            piece = piece[length:]
-        return parts
+        return [views[0] if views else NO_BYTES for views in cut(body, self.lengths)]
 
 
 class Plans:
@@ -511,9 +506,7 @@ def owned(pool: BlockPool, body: Body) -> Body:
             break
     else:
         return body
-    (memory,) = memory_for(pool, sum(map(len, body)))
-    at = 0
-    for piece in body:
-        memory[at : at + len(piece)] = piece
-        at += len(piece)
-    return (memory,)
+    memory = memory_for(pool, sum(map(len, body)))
+    for _ in copies(memory, body):
+        pass
+    return memory

@@ -7,8 +7,7 @@ one buffer, of a bounded size; a range of rows is answered with the shard's memo
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,9 +15,9 @@ import numpy as np
 
 from psync.errors import BusyError, RemoteProtocolError, UsageError
 from psync.net.connection import Handler, Request
+from psync.net.shielding import in_turns
 from psync.numerics.compression import WIDE, narrow_dtype, round_blocks
 from psync.numerics.memory import BlockPool, bytes_of
-from psync.numerics.sums import PIECE_BYTES
 from psync.ps import cooperative_work
 from psync.ps.admission import PsLocks
 from psync.ps.cooperative_work import LongWork
@@ -92,34 +91,31 @@ class PsPulls:
         if message.rows is not None:
             self._pull_rows(request, self._wanted(known, message.rows, request.segments))
             return
-        self.pulls += 1
-        if known.compression is not None:
-            if known.slot:
-                raise RemoteProtocolError(f"{self.task}: slots are not pulled compressed")
+        if known.compression is not None and known.slot:
+            raise RemoteProtocolError(f"{self.task}: slots are not pulled compressed")
+        if known.store is not self.store:
             known.look_up(self.store)
-            request.start(self._pull_slowly(request, known))
-            return
-        try:
-            if not known.slot:
-                if known.store is not self.store:
-                    known.look_up(self.store)
-                read = self.store.read_together(known.plan)
-                values: Sequence[Segment] = Joined.of(read, known.lengths)
-            else:
-                values = list(map(self._reader(known), known.keys))
-        except BusyError:
+        values = self.read_now(known)
+        if values is None:
+            self.pulls += 1
             request.start(self._pull_slowly(request, known))
         else:
             request.answer(Pulled(self.closed.steps), values)
 
     def read_now(self, known: ShardSet) -> Sequence[Segment] | None:
-        """Return the values that a pull of whole shards would bring; None: one is busy."""
+        """Return what a pull of whole shards would bring; None: it takes longer, or one is busy."""
+        if known.compression is not None:
+            return None
         try:
-            views = self.store.read_together(known.plan)
+            if known.slot:
+                values: Any = list(map(self._reader(known), known.keys))
+            else:
+                values = Joined(self.store.read_together(known.plan))
+                values.lengths = known.lengths
         except BusyError:
             return None
         self.pulls += 1
-        return Joined.of(views, known.lengths)
+        return values  # type: ignore[no-any-return]
 
     def _reader(self, known: ShardSet) -> Callable[[Key], list[memoryview]]:
         store = self.store
@@ -139,20 +135,20 @@ class PsPulls:
     ) -> Sequence[Segment]:
         """Return what was read as it travels compressed; it stays as it is meanwhile."""
         assert known.compression is not None, "it was looked at"
-        dtype, done = narrow_dtype(known.compression), 0
+        dtype = narrow_dtype(known.compression)
         segments: list[Segment] = []
-        for spec, blocks in zip(known.specs, read, strict=True):
-            if not known.is_narrow(spec):
-                segments.append(blocks)
-                continue
-            (memory,) = memory_for(self.pool, spec.size * dtype.itemsize)
-            wide = [bytes_of(block).view(WIDE) for block in blocks]
-            for nbytes in round_blocks(wide, bytes_of(memory).view(dtype)):
-                done += nbytes
-                if done >= PIECE_BYTES:
-                    done = 0
-                    await asyncio.sleep(cooperative_work.PIECE_S)
-            segments.append(memory)
+
+        def rounding() -> Iterator[int]:
+            for spec, blocks in zip(known.specs, read, strict=True):
+                if not known.is_narrow(spec):
+                    segments.append(blocks)
+                    continue
+                (memory,) = memory_for(self.pool, spec.size * dtype.itemsize)
+                wide = [bytes_of(block).view(WIDE) for block in blocks]
+                yield from round_blocks(wide, bytes_of(memory).view(dtype))
+                segments.append(memory)
+
+        await in_turns(rounding(), cooperative_work.PIECE_S)
         return segments
 
     # Rows.

@@ -647,9 +647,7 @@ class PsUpdates:
 
     def _answer(self, update: PsUpdate, answer: Pushed) -> None:
         """Answer, with the values that were asked for if no shard is busy."""
-        wanted, read = update.wanted, None
-        if wanted is not None and wanted.compression is None:
-            read = self.pulls.read_now(wanted)
+        read = None if update.wanted is None else self.pulls.read_now(update.wanted)
         if read is None:
             update.request.answer(answer)
             return

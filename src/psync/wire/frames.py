@@ -176,20 +176,15 @@ class Frame:
     ``message``, ``segments`` and ``token`` are the receiver's to fill.
     """
 
-    __slots__ = (
-        "borrowed", "header", "kind", "lengths", "message", "nbytes", "request_id", "segments",
-        "token",
-    )  # fmt: skip
-
     kind: int  # a value of Kind
     request_id: int  # 0 where there is none
-    header: bytes  # msgpack
-    lengths: tuple[int, ...]  # bytes of each segment
-    nbytes: int  # of all segments
-    segments: Sequence[memoryview]
-    message: Message  # once the header is decoded
-    token: Any  # see ``FrameDecoder.redirect``
-    borrowed: Borrowed | None  # the body, if it is lent
+    header = b""  # msgpack
+    lengths: tuple[int, ...] = ()  # bytes of each segment
+    nbytes = 0  # of all segments
+    segments: Sequence[memoryview] = ()
+    message: Message = None  # type: ignore[assignment]  # once the header is decoded
+    token: Any = None  # see ``FrameDecoder.redirect``
+    borrowed: Borrowed | None = None  # the body, if it is lent
 
 
 Sink = Callable[[Frame], "Sequence[memoryview] | None"]
@@ -339,8 +334,7 @@ class FrameDecoder:
             return None
         frame = self._make()
         frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
-        frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
-        frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
+        frame.header = bytes(scratch[head:body])
         self.start = body
         if not (count or body_len):
             return frame

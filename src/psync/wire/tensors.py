@@ -6,7 +6,7 @@ a 0 in their shape, for Fortran order and for bfloat16, so views go through ``ui
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +24,20 @@ class Joined(tuple[memoryview, ...]):
 
     lengths: Sequence[int]
 
-    @classmethod
-    def of(cls, buffers: Iterable[memoryview], lengths: Sequence[int]) -> Joined:
-        """Return what is sent as segments of these lengths, which is all that is in the buffers."""
-        made = cls(buffers)
-        made.lengths = lengths
-        return made
 
-    def __bool__(self) -> bool:
-        """Return whether there are segments, of which all may be empty."""
-        return bool(self.lengths)
+def cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
+    """Cut a body that lies in several views into segments of these lengths: of each its views."""
+    rest, segments = [*reversed(views)], list[list[memoryview]]()
+    for length in lengths:
+        pieces = []
+        while length:
+            view = rest.pop()
+            if len(view) > length:
+                rest.append(view[length:])
+            pieces.append(view[:length])
+            length -= len(pieces[-1])
+        segments.append(pieces)
+    return segments
 
 
 def to_bytes_view(array: NDArray[np.generic]) -> memoryview:

@@ -6,6 +6,7 @@ them; and a step that is decided ends with the error that a failpoint raises.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from psync.client.link import Answers, Call
@@ -26,27 +27,31 @@ class SteppedUpdate(PlanUpdate):
     """An update that a test may stop between two of its messages."""
 
     failpoints: Failpoints
-    is_stepped = False
 
     def send(self) -> Self:
         """Make all calls at once; or one by one, if it is armed what happens between them."""
-        self.is_stepped = self.failpoints.armed(BETWEEN_PS) and len(self.calls) > 1
-        return _begun(self) if self.is_stepped else super().send()
+        if not self.failpoints.armed(BETWEEN_PS) or len(self.calls) == 1:
+            return super().send()
+        self._ask(_begun(self).calls[0], 0)
+        return self
 
-    def note(self, at: int, outcome: Frame | Exception) -> None:
+    def _ask(self, call: Call, at: int) -> None:
+        call.link.ask(call, partial(self._stepped, at))
+
+    def _stepped(self, at: int, outcome: Frame | Exception) -> None:
         """One of them has ended: then the next one is made."""
         following = at + 1
-        super().note(at, outcome)
-        if not self.is_stepped or following == len(self.calls):
+        _note(self, at, outcome)
+        if following == len(self.calls):
             return
         try:
             if isinstance(outcome, Exception):
                 raise outcome
             self.failpoints.hit(BETWEEN_PS)
         except Exception as exc:
-            self.note(following, exc)
+            self._stepped(following, exc)
         else:
-            self.ask(following)
+            self._ask(self.calls[following], following)
 
 
 class SteppedParts(PartAnswers):
@@ -63,24 +68,33 @@ class SteppedParts(PartAnswers):
             try:
                 self.failpoints.hit(BETWEEN_PS)
             except Exception as exc:
-                self.note(1, exc)
+                _note(self, 1, exc)
             else:
-                for at in range(1, len(self.calls)):
-                    self.ask(at)
+                for call in self.calls[1:]:
+                    call.link.ask(call)
 
-        _begun(self)
+        first = _begun(self).calls[0]
+        for at, call in enumerate(self.calls):
+            call.answers, call.at = self, at
+        first.link.ask(first)
         # On the same connection: what is about no part changes nothing.
-        first = self.calls[0]
         first.link.ask(Call(first.link, KeepPart(0, 0), lane=first.lane), arrived)
         return self
 
 
 def _begun(answers: A) -> A:
-    """Make the first of several calls."""
+    """Let all answers be missing: the calls are made one after the other."""
     answers.missing = len(answers.calls)
     answers.outcomes = [None] * answers.missing
-    answers.ask(0)
     return answers
+
+
+def _note(answers: Answers[Any], at: int, outcome: Frame | Exception) -> None:
+    """One call has ended."""
+    answers.outcomes[at] = outcome
+    answers.missing -= 1
+    if not answers.missing or (answers.ends_early and isinstance(outcome, Exception)):
+        answers.complete()
 
 
 class SteppedCloser(StepCloser):
