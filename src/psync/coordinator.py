@@ -810,7 +810,7 @@ class Coordinator:
             self.joins.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
-        early = not self.cuts.taken and not self.recovery.checkpoints
+        early = not self.cuts.taken and not self.recovery.checkpoints.paths
         for each in ended:
             self.recovery.note_ended(*each, early=early)
         self.joins.heard_at = self.loop.time()

@@ -112,7 +112,7 @@ class TestRecovery:
             checkpoint = psync.Checkpoint(w=w)
             manager = psync.CheckpointManager(checkpoint, tmp_path / "run")
             await checkpoint.save(tmp_path / "elsewhere")  # which nobody keeps
-            assert not newest_of(strategy)
+            assert not newest_of(strategy).paths
             paths = [await manager.save() for _ in range(3)]
             assert newest_of(strategy).paths == paths[1:]
 
@@ -180,11 +180,11 @@ class TestRecovery:
                 with caplog.at_level(logging.INFO, "psync.training.checkpoint"):
                     found = await manager.restore_or_initialize()
                 if found is not None:
-                    assert not newest_of(strategy)
+                    assert not newest_of(strategy).paths
                     assert reason in caplog.text
                 await sgd.apply_gradients([(np.ones(6), w)])
                 await manager.save()
-                assert newest_of(strategy)
+                assert newest_of(strategy).paths
 
     async def test_what_is_being_gone_back_to_is_not_removed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

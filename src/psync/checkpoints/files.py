@@ -781,9 +781,6 @@ class NewestCheckpoints:
     paths: list[Path] = field(default_factory=list)
     _passed_over: list[CheckpointError] = field(default_factory=list)  # since one was added
 
-    def __bool__(self) -> bool:
-        return bool(self.paths)
-
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""
         self.paths = [*[each for each in self.paths if each != path][-1:], path]

@@ -287,7 +287,7 @@ class ClusterRecovery:
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(
-            self, links.homes, lambda: bool(self.checkpoints),
+            self, links.homes, lambda: bool(self.checkpoints.paths),
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
@@ -454,7 +454,7 @@ class ClusterRecovery:
         lines = ["closures are held back: a ps is being recovered"] if self.is_recovering else []
         if self.has_backups:
             lines += self.backups.describe()
-        elif not self.checkpoints and self.creation.repeatable is None:
+        elif not self.checkpoints.paths and self.creation.repeatable is None:
             lines.append(f"{rules.UNSAVED}: a ps that is lost ends the program")
         return lines
 
@@ -478,7 +478,7 @@ class ClusterRecovery:
 
     def will_recover(self, error: ParameterServerLost) -> bool:
         """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
-        if not self.checkpoints or self.rule.state in rules.OVER:
+        if not self.checkpoints.paths or self.rule.state in rules.OVER:
             return False
         if all(link.task != error.task for link in self.links.ps.links):
             return False  # a gang has ended because some ps was lost, which we know
