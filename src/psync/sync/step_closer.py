@@ -66,10 +66,10 @@ import msgspec
 from psync.cluster import task_name
 from psync.errors import (
     ClosedError,
-    ConfigurationError,
     FencedError,
     PsyncError,
     RemoteProtocolError,
+    check_fits,
 )
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request
 from psync.net.platform import Platform
@@ -716,10 +716,8 @@ class StepCloser:
         known = self._sync.groups[group]
         try:
             step = await self.all_ps.read_global_step(known.config)
-            if step < 0:
-                raise ConfigurationError(
-                    f"{known.config.name}: expected a global step of at least 0, got {step}"
-                )
+            expected = f"{known.config.name}: expected a global step of at least 0"
+            check_fits(step >= 0, expected, step)
             message = BeginGroup(group, known.raw, step=step)
             await self._sync.executor.run(FROM_CLOSER, message, self._define)
         except PsyncError:

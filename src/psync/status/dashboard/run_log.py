@@ -34,7 +34,7 @@ import msgspec
 
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
-from psync.errors import ConfigurationError, RemoteProtocolError, os_errors
+from psync.errors import ConfigurationError, RemoteProtocolError, check_fits, os_errors
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
 from psync.status.model import MISFITS, ShardStatus, Status
@@ -206,11 +206,8 @@ def check_head(path: Path) -> None:
             f"{path}: expected a run log of psync, got something else",
             hint="psync run --log RUN.jsonl, or ClusterCoordinator(run_log=…), writes one",
         ) from exc
-    if version != SCHEMA:
-        raise ConfigurationError(
-            f"{path}: expected a run log of schema {SCHEMA}, got {version}",
-            hint="use the version of psync that wrote it",
-        )
+    hint = "use the version of psync that wrote it"
+    check_fits(version == SCHEMA, f"{path}: expected a run log of schema {SCHEMA}", version, hint)
 
 
 def _status_in(line: bytes) -> Status:
