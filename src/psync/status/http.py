@@ -99,14 +99,14 @@ def check_can_serve(extra: str, address: str) -> tuple[str, int]:
     except ConfigurationError:
         host, port = "", None
     hint = '"127.0.0.1:0" takes any free port, for programs on this machine'
-    check_fits(host and port is not None, f'{extra}: expected "HOST:PORT"', address, hint)
+    check_fits(host != "" and port is not None, f'{extra}: expected "HOST:PORT"', address, hint)
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
             f"{extra}: {' and '.join(missing)} must be installed",
             hint=f'pip install "psync[{extra}]"',
         )
-    return host, port
+    return host, port or 0
 
 
 # Who may ask: whoever has the token, which stands in the URL that is printed, and in a cookie once
