@@ -287,10 +287,8 @@ class RemoteError(PsyncError):
         self.traceback_text = traceback_text
 
     def __str__(self) -> str:
-        text = super().__str__()
-        if self.traceback_text:
-            text += f"\nremote traceback ({self.task}):\n{self.traceback_text.rstrip()}"
-        return text
+        trace = self.traceback_text.rstrip()
+        return super().__str__() + (f"\nremote traceback ({self.task}):\n{trace}" if trace else "")
 
 
 class RuleError(RemoteError):

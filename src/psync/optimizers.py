@@ -11,32 +11,12 @@ is out of range raises a ``ConfigurationError``, which is also a ValueError.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, TypedDict, Unpack
+from typing import ClassVar, Unpack
 
 from psync.api.optimizers import Optimizer as Optimizer
-from psync.api.optimizers import StalenessBound
+from psync.api.optimizers import Options, OtherOptions
 from psync.numerics import rules as _rules
-from psync.numerics.compression import Compression
 from psync.schedules import Schedule
-
-
-class OtherOptions(TypedDict, total=False):
-    """Keyword arguments of all optimizers; see ``Optimizer``."""
-
-    name: str | None
-    forbid_nonfinite: bool
-    staleness_bound: StalenessBound | None
-    clipnorm: float | None
-    global_clipnorm: float | None
-    clipvalue: float | None
-    gradient_accumulation_steps: int | None
-    compression: Compression | None
-
-
-class Options(OtherOptions, total=False):
-    """Keyword arguments of all optimizers, including weight decay."""
-
-    weight_decay: float | None
 
 
 class SGD(Optimizer):

@@ -147,27 +147,21 @@ def test_the_promoted_one_is_lost_before_it_is_attached_and_looked_for_at_home()
     assert cluster.rule.homes == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("backup", "lost", "why"),
-    [
-        (None, [0], "TimeoutError()"),
-        (0, [0, 1], "it was in the process of /job:ps/task:1, which died, too"),
-        (None, [0, 2], "/job:ps/task:2 had no complete backup"),
-    ],
-)
-def test_a_failover_that_fails_without_a_checkpoint_is_the_end(
-    backup: int | None, lost: list[int], why: str
-) -> None:
-    cluster = Cluster(1, backup, None, saved=False)
-    for ps in lost:
-        cluster.lose(ps)
-    while (actions := cluster.fail(TimeoutError() if lost == [0] else None))[-1][0] != "end":
-        pass
-    _, error, all_lost, _ = actions[-1]
-    assert error.args == away(lost[-1] if backup is None else 0).args
-    assert error.message == f"{error.args[0]}; its backup cannot take over: {why}"
+def test_a_failover_that_fails_without_a_checkpoint_is_the_end() -> None:
+    cluster = Cluster(1, None, saved=False)
+    cluster.lose(0)
+    ((end, error, all_lost, _),) = cluster.fail(TimeoutError())
+    assert end == "end"
+    assert error.message == f"{away(0).message}; its backup cannot take over: TimeoutError()"
     assert not all_lost, "others may be asked"
     assert cluster.rule.state is State.GONE
+
+
+def test_an_error_says_with_which_process_a_backup_died() -> None:
+    cluster = Cluster(1, 0, saved=False)
+    assert [*cluster.lose(0), *cluster.lose(1)] == [HOLD, ("let_alone", 1)]
+    ((_, error, *_),) = cluster.done()
+    assert error.message.endswith("take over: it died with the process of /job:ps/task:1")
 
 
 # --- rollback --------------------------------------------------------------------------------

@@ -175,8 +175,7 @@ def test_after_a_mistake_in_the_set_up_the_others_wait_for_a_chief_that_has_none
         tasks = cluster.serve_all()
         steps = script("steps.py", "counts")
         wrong = cluster.run("chief", 0, steps, environ={"PSYNC_LIMIT_SEGMENTS": "many"})
-        expected = "PSYNC_LIMIT_SEGMENTS: expected an integer above 0 (digits only), got 'many'"
-        assert reason_of(wrong) == expected
+        assert reason_of(wrong).endswith("expected an integer above 0 (digits only), got 'many'")
         assert cluster.run("chief", 0, steps).code == 0
         assert [ended(task).code for task in tasks] == [0, 0]
 

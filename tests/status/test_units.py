@@ -7,7 +7,6 @@ from psync.status.units import (
     number_text,
     seconds_text,
     short_names,
-    task_text,
     tasks_text,
 )
 
@@ -43,7 +42,6 @@ def test_rates() -> None:
 
 def test_names_of_tasks() -> None:
     names = [f"/job:worker/task:{index}" for index in range(5)]
-    assert task_text(names[0]) == "worker 0"
     assert tasks_text(names[:2]) == "worker 0, worker 1"
     assert tasks_text(names) == "worker 0, worker 1, worker 2 and 2 more"
     assert short_names("closure 3 on /job:worker/task:12; x") == "closure 3 on worker 12; x"

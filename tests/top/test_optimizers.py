@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -237,6 +236,5 @@ def test_other_names_for_the_same(made: optimizers.Optimizer, same: optimizers.O
 def test_arguments_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="expected at most one of clipnorm, global_clipnorm, clip"):
         optimizers.Adam(clipnorm=1.0, clipvalue=1.0)
-    for name, hint in (("momentom", "did you mean 'momentum'"), ("x", "expected some of learning")):
-        with pytest.raises(TypeError, match=rf"^SGD\(\) got .* argument '{name}'; {hint}"):
-            optimizers.SGD(**dict[str, Any]({name: 0.1}))
+    with pytest.raises(TypeError, match=r"^SGD\(\) got .* 'momentom'; did you mean 'momentum'"):
+        optimizers.SGD(momentom=0.9)  # type: ignore[call-arg]

@@ -16,7 +16,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Never, Self
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -330,15 +330,6 @@ def _checked_rows(slices: IndexedSlices, spec: VariableSpec, what: str) -> Index
     return IndexedSlices(values, indices.astype(np.int64, copy=False), slices.dense_shape)
 
 
-def _unexpected(cls: type[Optimizer], name: str) -> str:
-    # The last parameter of a class stands for those that all optimizers have.
-    known = [*inspect.signature(cls).parameters][:-1]
-    known += Optimizer.__init__.__kwdefaults__ or ()
-    similar = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {similar[0]!r}?" if similar else f"expected some of {', '.join(known)}"
-    return f"{cls.__name__}() got an unexpected keyword argument {name!r}; {hint}"
-
-
 def _no_pairs(given: object) -> ValueMismatchError:
     return ValueMismatchError(
         f"apply_gradients: expected (gradient, variable) pairs, got {type(given).__name__}",
@@ -434,6 +425,25 @@ OF_THE_PROCESS = frozenset(
 """Attributes of an optimizer that do not travel with it as they are."""
 
 
+class OtherOptions(TypedDict, total=False):
+    """Keyword arguments of all optimizers; see ``Optimizer``."""
+
+    name: str | None
+    forbid_nonfinite: bool
+    staleness_bound: StalenessBound | None
+    clipnorm: float | None
+    global_clipnorm: float | None
+    clipvalue: float | None
+    gradient_accumulation_steps: int | None
+    compression: Compression | None
+
+
+class Options(OtherOptions, total=False):
+    """Keyword arguments of all optimizers, including weight decay."""
+
+    weight_decay: float | None
+
+
 class Optimizer:
     """Base of all optimizers.
 
@@ -472,49 +482,47 @@ class Optimizer:
     number: int  # with ``origin``, what it is known by
     origin: str  # the process that made it
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        *,
-        name: str | None = None,
-        forbid_nonfinite: bool = False,
-        staleness_bound: StalenessBound | None = None,
-        weight_decay: float | None = None,
-        clipnorm: float | None = None,
-        global_clipnorm: float | None = None,
-        clipvalue: float | None = None,
-        gradient_accumulation_steps: int | None = None,
-        compression: Compression | None = None,
-        **unknown: Never,
-    ) -> None:
-        if unknown:  # subclasses pass on what they do not know
-            raise TypeError(_unexpected(type(self), next(iter(unknown))))
+    def __init__(self, rule: UpdateRule, **options: Unpack[Options]) -> None:
+        self._check_names(options)
         forbid_in_step(
             f"making an optimizer ({type(self).__name__})",
             instead="make it once in main(), on the coordinator; the step may capture it. "
             "Its slots live as long as it does",
         )
-        fits = isinstance(staleness_bound, StalenessBound | None)
+        bound = options.get("staleness_bound")
         expected = "expected a StalenessBound or None as staleness_bound"
-        check_fits(fits, expected, staleness_bound, "staleness_bound=psync.StalenessBound(2)")
+        hint = "staleness_bound=psync.StalenessBound(2)"
+        check_fits(isinstance(bound, StalenessBound | None), expected, bound, hint)
         kind: Any = UpdateRule  # abstract, which a type[…] must not be
         checked_kind("optimizer: expected an UpdateRule", rule, kind, hint="psync.optimizers.SGD()")
-        options = RuleOptions(
-            weight_decay, clipnorm, global_clipnorm, clipvalue, gradient_accumulation_steps
-        )
+        of_rule = RuleOptions(
+            options.get("weight_decay"), options.get("clipnorm"), options.get("global_clipnorm"),
+            options.get("clipvalue"), options.get("gradient_accumulation_steps"),
+        )  # fmt: skip
         # A copy either way: others may be made of the same rule, and have rates of their own.
-        self._set_rule(rule.with_options(rule.options if options == RuleOptions() else options))
-        self._name = name or type(rule if type(self) is Optimizer else self).__name__
+        self._set_rule(rule.with_options(rule.options if of_rule == RuleOptions() else of_rule))
+        default = type(rule if type(self) is Optimizer else self).__name__
+        self._name = options.get("name") or default
         if registered_in(rule):
             rule_from_config(self._config)  # it is registered here, and bears its probe
             for scope in running_scopes():
                 if scope._runtime is not None:
                     check_plugins(scope._runtime.ps.links, self._name, rule)
-        self._forbid_nonfinite = forbid_nonfinite
-        self._compression = checked_compression(self._name, compression)
-        self._staleness_bound = staleness_bound
+        self._forbid_nonfinite = options.get("forbid_nonfinite", False)
+        self._compression = checked_compression(self._name, options.get("compression"))
+        self._staleness_bound = bound
         self._begin(in_use=False)
         optimizers_here().add_new(self)
+
+    def _check_names(self, options: Iterable[str]) -> None:
+        *own, _ = inspect.signature(type(self)).parameters  # the last one is ``options``
+        known = [*own, *Options.__annotations__]
+        for name in options:
+            if name not in Options.__annotations__:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(known)}"
+                text = f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{text}; {hint}")
 
     def _begin(self, *, in_use: bool) -> None:
         """Take up life in this process."""

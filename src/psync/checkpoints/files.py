@@ -62,6 +62,7 @@ from psync.errors import (
     CheckpointError,
     CheckpointNotFound,
     PsyncError,
+    check_fits,
 )
 from psync.numerics.memory import bytes_of
 from psync.schedules import Config
@@ -273,10 +274,8 @@ class DataFile:
             CheckpointError: The size is not what was planned.
         """
         name, nbytes = self._planned[len(self._places)]
-        if self._nbytes != nbytes:
-            raise CheckpointError(
-                f"{self.path}: {name!r}: expected {nbytes} bytes, got {self._nbytes}"
-            )
+        expected = f"{self.path}: {name!r}: expected {nbytes} bytes"
+        check_fits(self._nbytes == nbytes, expected, self._nbytes, error=CheckpointError)
         self._places.append((self._at, nbytes, self._crc))
         self._at += nbytes
         self._nbytes = self._crc = 0

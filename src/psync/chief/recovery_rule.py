@@ -124,10 +124,9 @@ class RecoveryRule:
         self._hands = hands
         self._has_checkpoints = has_checkpoints
         self._may_start_afresh = may_start_afresh
-        # Of a failover: who waits for a backup that died, in whose process the backup of each ps
-        # died, and who is served where now.
+        # Of a failover: who waits for a backup that died, how that ended, who is served where now.
         self._alone: list[int] = []
-        self._died_in: dict[int, int] = {}
+        self._ends: dict[int, str] = {}
         self._served: dict[int, int] = {}
         # Of a rollback: who was lost since all were last attached.
         self._lost_since: dict[int, ParameterServerLost] = {}
@@ -146,7 +145,7 @@ class RecoveryRule:
         elif self.hosts[ps] is not None:
             logger.warning("%s; its backup takes over", error.message)
             self.state = State.FAILOVER
-            self._alone, self._died_in, self._served = [], {}, {}
+            self._alone, self._ends, self._served = [], {}, {}
             self._note_dead(ps)
             self._hands.hold()
             self._hands.recover(self._fail_over)
@@ -186,8 +185,9 @@ class RecoveryRule:
         self._served.pop(ps, None)
         for other, host in enumerate(self.hosts):
             if host == dead:
-                self.hosts[other], self._died_in[other] = None, dead
+                self.hosts[other] = None
                 self._alone.append(other)
+                self._ends[other] = f"it died with the process of {task_name('ps', dead)}"
             elif host is not None and self.homes[other] == dead:  # it will be found out, but later
                 self._note_lost_with(ps, other)
         self._alone = [other for other in self._alone if other not in self.lost_ps]
@@ -241,9 +241,7 @@ class RecoveryRule:
     async def _promote(self, ps: int) -> str:
         """Let the backup of a ps serve in its place; return why it does not, or ""."""
         if (host := self.hosts[ps]) is None:
-            if (dead := self._died_in.get(ps)) is not None:
-                return f"it was in the process of {task_name('ps', dead)}, which died, too"
-            return f"{task_name('ps', ps)} had no complete backup"
+            return self._ends.get(ps, f"{task_name('ps', ps)} had no complete backup")
         try:
             await self._hands.promote(ps, host)
         except Exception as exc:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from psync.status.dashboard.view import groups, noticed, ps_row, staleness, worker_row
 from psync.status.model import Status, WorkerStatus
-from psync.status.units import number_text, seconds_text, task_text
+from psync.status.units import number_text, seconds_text, short_names
 
 GAP = 2
 FOLDED = 16
@@ -109,7 +109,7 @@ def _head(status: Status) -> list[RenderableType]:
     for error, task in sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]:
         newest, *_ = error.text.split("\n")
         ago = seconds_text(error.seconds)
-        lines.append(_line("error", f"{ago} ago on {task_text(task)}: {newest}"))
+        lines.append(_line("error", f"{ago} ago on {short_names(task)}: {newest}"))
     lines += [_line("note", note) for note in status.notes]
     return [*lines]
 

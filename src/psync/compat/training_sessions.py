@@ -92,6 +92,7 @@ from psync.net.resolvers import training_cluster
 from psync.net.shielding import end_all, first_of
 from psync.numerics.memory import BlockPool
 from psync.serialization.payloads import describe_exception
+from psync.specs import checked_kind
 from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
 from psync.wire.messages import Done, Post, Posted, ReportSchedule
@@ -574,10 +575,8 @@ class MonitoredTrainingSession:
         insecure: bool = False,
     ) -> None:
         forbid_in_step("making a training session")
-        if not isinstance(strategy, ParameterServerStrategy):
-            raise ConfigurationError(
-                f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
-            )
+        expected = "strategy: expected a ParameterServerStrategy"
+        checked_kind(expected, strategy, ParameterServerStrategy)
         if strategy.ps_recovery == "backup":
             raise ConfigurationError(
                 'ps_recovery="backup": a training session does not support backups of ps tasks',

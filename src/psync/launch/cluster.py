@@ -128,8 +128,8 @@ class TaskCluster(ABC):
 
     def __init__(self, num_ps: int, num_workers: int, plugins: Sequence[str]) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
-            if not isinstance(count, int) or count < 1:
-                raise ConfigurationError(f"{name}: expected at least 1, got {count!r}")
+            fits = isinstance(count, int) and count >= 1
+            check_fits(fits, f"{name}: expected at least 1", count)
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._plugins = plugins_environ(plugins, os.environ)
         self._resources: contextlib.AsyncExitStack | None = None  # None before start
@@ -612,18 +612,14 @@ class LocalCluster(TaskCluster):
         plugins: Sequence[str] = (),
     ) -> None:
         super().__init__(num_ps, num_workers, plugins)
-        if processes and network is not None:
-            raise ConfigurationError(
-                "network: only tasks in one process can use it",
-                hint="LocalCluster(…, processes=False)",
-            )
-        if security and not processes:
-            raise ConfigurationError("security: tasks in one process do not use it")
-        if gpus_per_worker is not None and not processes:
-            raise ConfigurationError(
-                "gpus_per_worker: tasks in one process see the same GPUs",
-                hint="LocalCluster(…, processes=True)",
-            )
+        for is_given, wants, text in (
+            (network is not None, False, "network: only tasks in one process can use it"),
+            (security, True, "security: tasks in one process do not use it"),
+            (gpus_per_worker is not None, True,
+             "gpus_per_worker: tasks in one process see the same GPUs"),
+        ):  # fmt: skip
+            if is_given and processes != wants:
+                raise ConfigurationError(text, hint=f"LocalCluster(…, processes={wants})")
         self._security = security
         self._gpus = GpuShares(gpus_per_worker, os.environ)
         self._processes = processes

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from psync.client.link import expect
 from psync.cluster import CHIEF, ClusterSpec, join_address, split_address, task_name
 from psync.errors import (
     AuthenticationError,
@@ -581,11 +582,8 @@ class Membership:
         await self._ask(peer)
 
     async def _ask(self, peer: Connection) -> None:
-        received = (await peer.call(JoinCluster(self._address, self.index, process.PYTHON))).message
-        if not isinstance(received, Number):
-            raise RemoteProtocolError(
-                f"{CHIEF} answered JoinCluster with {type(received).__name__}"
-            )
+        answer = await peer.call(JoinCluster(self._address, self.index, process.PYTHON))
+        received = expect(answer, Number, CHIEF, "JoinCluster")
         if self.index not in (-1, received.value):
             raise ConfigurationError(
                 f"worker {self.index} was away from {self._chief} for so long that another worker "

@@ -230,8 +230,7 @@ def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
         if not text:
             continue
         seconds = number_in(text)
-        if not math.isfinite(seconds):
-            raise ConfigurationError(f"{variable}: expected seconds, got {text!r}")
+        check_fits(math.isfinite(seconds), f"{variable}: expected seconds", text)
         return seconds if seconds > 0 else None
     return None
 
@@ -256,8 +255,7 @@ def limits_of(environ: Mapping[str, str]) -> Limits:
     given: dict[str, int] = {}
     for field in dataclasses.fields(Limits):
         variable = f"PSYNC_LIMIT_{field.name.upper()}"
-        text = environ.get(variable)
-        if text is None:
+        if (text := environ.get(variable)) is None:
             continue
         fits = text.isascii() and text.isdigit() and int(text) > 0
         check_fits(fits, f"{variable}: expected an integer above 0 (digits only)", text)

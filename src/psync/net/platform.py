@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from psync.closures.scaling import Load
 from psync.cluster import ClusterSpec
-from psync.errors import ConfigurationError
+from psync.errors import check_fits
 from psync.net.secret import Secret
 from psync.wire.limits import Limits
 
@@ -103,8 +103,7 @@ def flag(environ: Mapping[str, str], variable: str) -> bool | None:
         ConfigurationError: If it is anything but 0 or 1: nobody should have to guess.
     """
     text = environ.get(variable, "")
-    if text not in ("", "0", "1"):
-        raise ConfigurationError(f"{variable}: expected 0 or 1, got {text!r}")
+    check_fits(text in ("", "0", "1"), f"{variable}: expected 0 or 1", text)
     return text == "1" if text else None
 
 

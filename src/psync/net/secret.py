@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from psync.cluster import is_loopback
-from psync.errors import ConfigurationError, SerializationError
+from psync.errors import ConfigurationError, SerializationError, check_fits
 
 MIN_SECRET_BYTES = 16
 """128 bits, if they are random: not to be guessed, not even from a recorded handshake."""
@@ -38,11 +38,8 @@ class Secret:
     __slots__ = ("value",)
 
     def __init__(self, value: bytes, *, source: str = "the secret") -> None:
-        if len(value) < MIN_SECRET_BYTES:
-            raise ConfigurationError(
-                f"{source}: expected at least {MIN_SECRET_BYTES} bytes, got {len(value)}",
-                hint=HOW_TO_MAKE_ONE,
-            )
+        expected = f"{source}: expected at least {MIN_SECRET_BYTES} bytes"
+        check_fits(len(value) >= MIN_SECRET_BYTES, expected, len(value), HOW_TO_MAKE_ONE)
         self.value: Final = value  # for the handshake, and for nothing that is printed or sent
 
     def __repr__(self) -> str:

@@ -32,7 +32,7 @@ from typing import Literal
 
 import numpy as np
 
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import RemoteProtocolError, check_fits
 from psync.numerics.sums import cuts
 from psync.specs import VariableSpec, dtype_of
 
@@ -60,10 +60,8 @@ def checked_compression(what: str, value: object) -> Compression | None:
     Raises:
         ConfigurationError: It is something else.
     """
-    if value is not None and (not isinstance(value, str) or value not in _NARROW):
-        raise ConfigurationError(
-            f'{what}: expected "bf16", "f16" or None as compression, got {value!r}'
-        )
+    fits = value is None or (isinstance(value, str) and value in _NARROW)
+    check_fits(fits, f'{what}: expected "bf16", "f16" or None as compression', value)
     return value
 
 

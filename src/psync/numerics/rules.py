@@ -145,9 +145,8 @@ def number(rule: str, name: str, value: object, minimum: float, maximum: float =
 
 def flag(rule: str, name: str, value: object) -> bool:
     """Return a bool. Raises ConfigurationError if ``value`` is not one."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{rule}: expected {name} to be True or False, got {value!r}")
-    return value
+    check_fits(isinstance(value, bool), f"{rule}: expected {name} to be True or False", value)
+    return value is True
 
 
 def words_of(value: object) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TypeAlias
 
 from psync.status.model import PsStatus, RunningClosure, Status, WorkerStatus, WorkShares
-from psync.status.units import bytes_text, seconds_text, short_names, task_text, tasks_text
+from psync.status.units import bytes_text, seconds_text, short_names, tasks_text
 
 STRAGGLER = 1.5
 """A worker whose closures take so many times the median is one."""
@@ -109,10 +109,10 @@ def _gone(status: Status) -> _Found:
             yield "bad", f"{tasks_text(tasks)} {one if len(tasks) == 1 else more}."
     for ps in status.ps:
         if ps.state in ("lost", "broken"):
-            yield "bad", f"{task_text(ps.task)} is {ps.state}: steps wait for it."
+            yield "bad", f"{short_names(ps.task)} is {ps.state}: steps wait for it."
         elif ps.state == "silent":
             text = "has not answered for a second: it is busy, swapping, or stopped"
-            yield "warn", f"{task_text(ps.task)} {text}."
+            yield "warn", f"{short_names(ps.task)} {text}."
 
 
 def _barriers(status: Status) -> _Found:
@@ -152,16 +152,17 @@ def _work(status: Status) -> _Found:
     idle = [each for each in here if each.state == "idle"]
     if status.state not in ("running", "idle") or not idle or queue.queued:
         return
+    some = f"{len(idle)} of {len(here)} workers have nothing to do"
     if len(idle) == len(here):
         yield "warn", "Nothing is scheduled: all workers wait for the program."
     elif queue.waiting:
         text = "the remaining closures wait for the value of another closure"
-        yield "warn", f"{_of(idle, here)} have nothing to do: {text}."
+        yield "warn", f"{some}: {text}."
     else:
         busy = [each.task for each in here if each.state != "idle"]
         text = f"the queue is empty, and the last closures run on {tasks_text(busy)}"
         advice = "Schedule further ahead, or join less often"
-        yield "warn", f"{_of(idle, here)} have nothing to do: {text}. {advice}."
+        yield "warn", f"{some}: {text}. {advice}."
 
 
 def _stragglers(status: Status) -> _Found:
@@ -184,7 +185,7 @@ def _stragglers(status: Status) -> _Found:
             than = f"; its closures take {seconds_text(pace)}" if pace else ""
             if each.work is None and any(other.work for other in status.workers):
                 than += "; it does not answer: it computes on its event loop, or is stopped"
-            yield "warn", f"{task_text(each.task)} {text}{than}."
+            yield "warn", f"{short_names(each.task)} {text}{than}."
             return  # of many stuck ones the first will do
 
 
@@ -211,7 +212,7 @@ def _servers(status: Status) -> _Found:
     if long := [each for each in status.ps if each.queue > LONG_QUEUE]:
         most = max(long, key=lambda each: each.queue)
         text = f"has {most.queue} updates waiting: the ps tasks are the bottleneck"
-        yield "warn", f"{task_text(most.task)} {text}."
+        yield "warn", f"{short_names(most.task)} {text}."
     moved = [each.pull + each.push for each in _known(status)]
     if not moved or sum(moved) > SMALL_SHARE * len(moved):  # else nobody waits for it
         yield from _uneven(status.ps)
@@ -229,7 +230,7 @@ def _uneven(tasks: Sequence[PsStatus]) -> _Found:
     task = max(loads, key=lambda each: loads[each])
     if loads[task] * len(loads) > UNEVEN * total:
         load = f"{loads[task] / total:.0%} of all bytes ({bytes_text(loads[task])}/s)"
-        yield "warn", f"{task_text(task)} moves {load}; a partitioner would spread the variables."
+        yield "warn", f"{short_names(task)} moves {load}; a partitioner would spread the variables."
 
 
 def _lost_work(status: Status) -> _Found:
@@ -288,7 +289,3 @@ def _here(status: Status) -> list[WorkerStatus]:
 
 def _known(status: Status) -> list[WorkShares]:
     return [each.work for each in _here(status) if each.work is not None]
-
-
-def _of(some: Sequence[object], all_: Sequence[object]) -> str:
-    return f"{len(some)} of {len(all_)} workers"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import ip_of, is_loopback, join_address, split_address
-from psync.errors import ConfigurationError, PsyncError
+from psync.errors import ConfigurationError, PsyncError, check_fits
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import number_in, random_hex
 
@@ -98,18 +98,15 @@ def check_can_serve(extra: str, address: str) -> tuple[str, int]:
         host, port = split_address(address)
     except ConfigurationError:
         host, port = "", None
-    if not host or port is None:
-        raise ConfigurationError(
-            f'{extra}: expected "HOST:PORT", got {address!r}',
-            hint='"127.0.0.1:0" takes any free port, for programs on this machine',
-        )
+    hint = '"127.0.0.1:0" takes any free port, for programs on this machine'
+    check_fits(host != "" and port is not None, f'{extra}: expected "HOST:PORT"', address, hint)
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
             f"{extra}: {' and '.join(missing)} must be installed",
             hint=f'pip install "psync[{extra}]"',
         )
-    return host, port
+    return host, port or 0
 
 
 # Who may ask: whoever has the token, which stands in the URL that is printed, and in a cookie once

@@ -24,7 +24,7 @@ import msgspec
 
 from psync.client.counters import KINDS
 from psync.cluster import device_name
-from psync.errors import RemoteProtocolError
+from psync.errors import RemoteProtocolError, check_fits
 
 if TYPE_CHECKING:
     # With numpy, which a launcher never loads.
@@ -151,7 +151,7 @@ class PsStatus:
 class GroupStatus:
     """One synchronous optimizer."""
 
-    name: str  # with its number, as in "sync_replicas/2", where several have this name
+    name: str  # its optimizer's; "sync_replicas/2" where another one has that name
     step: Whole
     target: Whole  # gradients that the step takes
     counted: Whole  # that it has
@@ -311,11 +311,9 @@ class Status:
         """
         try:
             data = json.loads(text)
-            if (schema := data["schema"]) != SCHEMA:
-                raise RemoteProtocolError(
-                    f"expected a status of schema {SCHEMA}, got {schema}",
-                    hint="use the version of psync that the run uses",
-                )
+            schema, expected = data["schema"], f"expected a status of schema {SCHEMA}"
+            hint = "use the version of psync that the run uses"
+            check_fits(schema == SCHEMA, expected, schema, hint, error=RemoteProtocolError)
             data["reported"] = {
                 name: math.nan if value is None else value
                 for name, value in data.get("reported", {}).items()

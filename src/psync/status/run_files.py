@@ -34,6 +34,7 @@ from psync.errors import (
     ConfigurationError,
     DeadlineExceeded,
     PsyncError,
+    check_fits,
     os_errors,
 )
 from psync.net.platform import is_deserted, random_hex
@@ -239,11 +240,8 @@ def read_run(path: Path) -> Run:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigurationError(f"{path}: expected a run file of psync")
         data = json.loads(read_private(str(path), str(path)))
-        if data.pop("schema") != SCHEMA:
-            raise ConfigurationError(
-                f"{path}: expected a run file of schema {SCHEMA}",
-                hint="use the version of psync that the run uses",
-            )
+        schema, expected = data.pop("schema"), f"{path}: expected a run file of schema {SCHEMA}"
+        check_fits(schema == SCHEMA, expected, schema, "use the version of psync that the run uses")
         return msgspec.convert(data, Run)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None

@@ -8,11 +8,6 @@ from collections.abc import Mapping, Sequence
 MAX_NAMED = 3
 
 
-def task_text(task: str) -> str:
-    """Return "worker 0" for "/job:worker/task:0"."""
-    return task.removeprefix("/job:").replace("/task:", " ")
-
-
 def short_names(text: str) -> str:
     """Return a text in which "/job:worker/task:0" is "worker 0", wherever it stands."""
     return re.sub(r"/job:(\w+)/task:(\d+)", r"\1 \2", text)

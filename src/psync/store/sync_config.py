@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.numerics.rules import flag
 from psync.numerics.sums import Reduction, growing_decay
 from psync.specs import as_number, checked_integer
@@ -117,11 +117,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.fewest_initial_tokens} (replicas_to_aggregate - total_num_replicas)",
                 hint="-1 puts as many tokens as needed",
             )
-        if count > MAX_TOKENS:
-            raise ConfigurationError(
-                f"{self.name}: expected at most {MAX_TOKENS} initial tokens, got {count}",
-                hint="-1 puts as many tokens as needed",
-            )
+        expected = f"{self.name}: expected at most {MAX_TOKENS} initial tokens"
+        check_fits(count <= MAX_TOKENS, expected, count, "-1 puts as many tokens as needed")
         return count
 
     def decay_at(self, step: int) -> float:

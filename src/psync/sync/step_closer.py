@@ -76,6 +76,7 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
     RemoteProtocolError,
+    check_fits,
 )
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.net.endpoint import Endpoint
@@ -478,10 +479,8 @@ class StepCloser(PsSync):
         known = self.groups[group]
         try:
             step = await self.all_ps.read_global_step(known.config)
-            if step < 0:
-                raise ConfigurationError(
-                    f"{known.config.name}: expected a global step of at least 0, got {step}"
-                )
+            expected = f"{known.config.name}: expected a global step of at least 0"
+            check_fits(step >= 0, expected, step)
             message = BeginGroup(group, known.raw, step=step)
             await self.executor.run(FROM_CLOSER, message, self._define)
         except PsyncError:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from psync.errors import ConfigurationError, UsageError
+from psync.errors import ConfigurationError, UsageError, check_fits
 from psync.serialization.captures import name_of, type_name
 from psync.specs import checked_integer, plain_array
 
@@ -363,11 +363,9 @@ class ArrayDataset(_Shuffled):
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
         super().__init__(shuffle_seed, num_epochs)
         self.drop_remainder = drop_remainder
-        if drop_remainder and self.num_rows < (self.batch_size or 1):
-            raise ConfigurationError(
-                f"batch_size: expected at most {self.num_rows}, the number of rows, because of "
-                f"drop_remainder, got {batch_size}"
-            )
+        fits = not drop_remainder or self.num_rows >= (self.batch_size or 1)
+        rows = f"{self.num_rows}, the number of rows, because of drop_remainder"
+        check_fits(fits, f"batch_size: expected at most {rows}", batch_size)
 
     def __repr__(self) -> str:
         return f"<dataset of {self.num_rows} rows in batches of {self.batch_size}>"

@@ -39,6 +39,7 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
     UsageError,
+    check_fits,
     os_errors,
     other_loop,
 )
@@ -211,11 +212,8 @@ def check_head(path: Path) -> None:
             f"{path}: expected a run log of psync, got something else",
             hint="psync run --log RUN.jsonl, or ClusterCoordinator(run_log=…), writes one",
         ) from exc
-    if version != SCHEMA:
-        raise ConfigurationError(
-            f"{path}: expected a run log of schema {SCHEMA}, got {version}",
-            hint="use the version of psync that wrote it",
-        )
+    hint = "use the version of psync that wrote it"
+    check_fits(version == SCHEMA, f"{path}: expected a run log of schema {SCHEMA}", version, hint)
 
 
 def _status_in(line: bytes) -> Status:

@@ -20,7 +20,6 @@ from psync.status.units import (
     number_text,
     seconds_text,
     short_names,
-    task_text,
     tasks_text,
     waiting_text,
 )
@@ -176,7 +175,7 @@ def worker_row(worker: WorkerStatus) -> dict[str, str]:
     """Return the texts of a row of the table of workers."""
     closure, error = worker.closure, worker.last_error
     return {
-        "task": task_text(worker.task),
+        "task": short_names(worker.task),
         "state": worker.state,
         "rate": number_text(worker.closures_per_s),
         "mean": "" if worker.mean_s is None else seconds_text(worker.mean_s),
@@ -197,7 +196,7 @@ def states(workers: Sequence[WorkerStatus]) -> list[list[Any]]:
     """Return each worker's name, state, and how slow it is: 1.0 is the slowest's pace."""
     slowest = max((worker.mean_s or 0.0 for worker in workers), default=0.0) or 1.0
     return [
-        [task_text(worker.task), worker.state, round((worker.mean_s or 0.0) / slowest, 2)]
+        [short_names(worker.task), worker.state, round((worker.mean_s or 0.0) / slowest, 2)]
         for worker in workers
     ]
 
@@ -207,7 +206,7 @@ def states(workers: Sequence[WorkerStatus]) -> list[list[Any]]:
 
 def ps_row(ps: PsStatus) -> dict[str, str]:
     """Return the texts of a row of the table of ps tasks."""
-    row = {"task": task_text(ps.task), "state": ps.state}
+    row = {"task": short_names(ps.task), "state": ps.state}
     if ps.age_s is None:
         return row
     backup = ""
@@ -414,7 +413,7 @@ def row_of(status: Status) -> Row:
 def _traffic(tasks: Sequence[PsStatus]) -> Iterator[tuple[str, float]]:
     if len(tasks) <= MAX_PS:
         for ps in tasks:
-            name = task_text(ps.task)
+            name = short_names(ps.task)
             yield f"in {name}", ps.bytes_in_per_s
             yield f"out {name}", ps.bytes_out_per_s
         return
