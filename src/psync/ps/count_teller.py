@@ -67,13 +67,12 @@ class CountTeller:
         pool: BlockPool,
     ) -> None:
         self._endpoint = Endpoint(platform, f"/job:ps/task:{index}", incarnation, {}, pool)
+        self.others = [ps for ps in range(len(addresses)) if ps != index]
         self._links = [
             PsLink(self._endpoint, ps, addresses[ps], math.inf)
-            for ps in range(len(addresses))
-            if ps != index and 0 in (ps, index)
+            for ps in (self.others[:1] if index else self.others)
         ]
         self._store = store
-        self.others = [ps for ps in range(len(addresses)) if ps != index]
         self._changed = [asyncio.Event() for _ in self._links]
         self._telling: list[asyncio.Task[None]] = []
 

@@ -224,10 +224,6 @@ class PsSync:
 
         self.executor.submit(request, message, part.body, act)
 
-    def took(self, request: Request[Update], part: Part) -> None:
-        """Take a part that has come in."""
-        self.submit(request, part)
-
     def submit(self, request: Request[Update], part: Part) -> None:
         """Make an entry of a part that has come in; its request waits for more than that."""
         if request.on_given_up is None:
@@ -237,6 +233,8 @@ class PsSync:
             part = self._owned(part)
         act = partial(self._judge, request, part)
         self.executor.submit(request, request.message, part.body, act)
+
+    took = submit  # ps 0 waits for the parts of the others before
 
     def _owned(self, part: Part) -> Part:
         """Return a part in memory that nobody else can write to."""

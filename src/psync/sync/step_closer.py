@@ -209,7 +209,6 @@ class StepCloser(PsSync):
         self.all_ps = AllPs(self)
         self.carried: set[int] = set()
         self.pauses = {HOSTED} if self.is_hosted else set()
-        self._wanted: set[str] = set()  # pauses that are wanted, also before they begin
         self._carrying = Changing()  # what is carried, and pauses
         self._is_torn = False  # a step that was decided could not be applied everywhere
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
@@ -345,7 +344,8 @@ class StepCloser(PsSync):
         """Go on with the steps, if this was a backup: where all ps tasks are served is known."""
         if HOSTED in self.pauses:
             self._clock.go_on()
-            self.resume(HOSTED)
+            self.pauses.discard(HOSTED)
+            self._carry_on()  # what was decided before other pauses, too
             self._perform(())  # the timer
 
     # Pushes.
@@ -601,25 +601,23 @@ class StepCloser(PsSync):
     async def pause(self, why: str) -> None:
         """Carry no step from now on, and wait for those that are on their way.
 
-        On what was a backup that begins when it serves: until then a step may be outgoing whose
-        parts are applied here, and nowhere else.
+        A backup waits until it serves: a step may be outgoing whose parts are applied here, and
+        nowhere else.
 
         Cancellation: Safe; it may be paused.
         """
-        self._wanted.add(why)
-        while HOSTED in self.pauses and self.over is None:
-            await self._carrying.changed()
-        if why not in self._wanted:  # it has ended meanwhile
-            return
         self.pauses.add(why)
-        while self.carried:
+        while self.carried or (HOSTED in self.pauses and self.over is None):
             await self._carrying.changed()
 
     def resume(self, why: str) -> None:
         """End a pause; carry what was decided meanwhile if it was the last."""
         self.pauses.discard(why)
-        self._wanted.discard(why)
-        if not self.pauses and self.over is None:
+        if not self.pauses:
+            self._carry_on()
+
+    def _carry_on(self) -> None:
+        if self.over is None:
             for close in self.steps.closing():
                 if close.group not in self.carried:
                     self._carry(close)

@@ -18,7 +18,7 @@ One staleness decision for a whole push, over all variables and all ps tasks: Te
 accumulators decide one by one.
 
 A step is closed when its target is reached, or as a partial one when no other worker will or can
-come; see ``_close_what_is_due``. Close means that it is decided, and ``OutgoingSteps`` carries it
+come; see ``_close_what_is_due``. Close means that it is decided, and ``StepCloser`` carries it
 to all ps tasks; ``closed`` says that they have applied it. In between the group is at the next step
 already, and no other Close of it is under way. Pushes with a part on every ps get their tokens with
 the Close, as each ps answers when it has applied the step; all others when it is ``closed``, first
@@ -488,7 +488,12 @@ class Group(GroupState, kw_only=True, eq=False):
     @property
     def is_due(self) -> bool:
         """Whether the present step has what it needs, and may be closed now."""
-        return len(self.counted) >= self.target and self.short_since is None and self.may_end
+        return (
+            len(self.counted) >= self.target
+            and self.closing is None
+            and self.broken is None
+            and self.short_since is None
+        )
 
     def follow(self, alive: Mapping[str, int], now: float) -> None:
         """Let the target follow the living replicas, and note if they are too few.
