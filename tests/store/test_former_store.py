@@ -158,11 +158,12 @@ def test_a_number_that_is_taken_is_told_and_nothing_has_changed() -> None:
 
 
 def test_what_is_dropped_is_held_no_more() -> None:
-    old = store_of("w", "b")
+    old = store_of("w", "b", "v")
     old.define_optimizer(1, ADAM)
     push(old, 0)
     former, new = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((("w", 0),), (), (((5, 1), 1),)), new)
+    former.adopt(Orders((("w", 0),), ("b",), (((5, 1), 1),)), new)
+    assert [shard.variable for shard in former.describe().shards] == ["v"]
     former.drop(new)
     holding = former.describe()
     assert (holding.shards, holding.optimizers, holding.updates) == ((), (), ())

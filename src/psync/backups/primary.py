@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
@@ -151,13 +151,9 @@ class BackupSender:
         finally:
             frozen.drop()
         self._ships = True
-        self._check()
-        self.ship()
-        log = self._log
-        await self._until(lambda: log.taken >= first - 1)
-        log.pair()
-        last = log.last
-        await self._until(lambda: log.taken >= last)
+        await self._until_taken(first - 1)
+        self._log.pair()
+        await self._until_taken(self._log.last)
 
     async def _send_snapshot(self, frozen: Frozen, live: Live, begin: BeginBackup) -> None:
         state, arrays = live
@@ -180,14 +176,21 @@ class BackupSender:
         self._check()
         self._put(message, segments)
         number = self._sent
-        await self._until(lambda: number not in self._unanswered)
+        while number in self._unanswered:
+            await self._change()
         return self._answer
 
-    async def _until(self, is_reached: Callable[[], bool]) -> None:
-        while not is_reached():
-            self._changed.clear()
-            await self._changed.wait()
-            self._check()
+    async def _until_taken(self, number: int) -> None:
+        """Ship entries, and wait until the backup has all up to this one."""
+        self._check()
+        self.ship()
+        while self._log.taken < number:
+            await self._change()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+        self._check()
 
     def _check(self) -> None:
         if self.error is None and self._log.state is LogState.ALONE:

@@ -115,6 +115,14 @@ class HostedAccumulator:
         self.rule.enter(num_required, ticket)
         self.takes.record(ticket, None)
 
+    def withdraw(self, leaves: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Let those of the waiting takes wait no longer that leave, and return them."""
+        left = [take for take in self.rule.waiting if leaves(take.owner)]
+        for take in left:
+            self.rule.withdraw(take)
+            self.takes.forget(take.owner.client, take.owner.sequence)
+        return [take.owner for take in left]
+
     def taken(self, arrays: list[memoryview]) -> Sequence[SenderState]:
         """Return what clients have said of takes, and the answers that are kept, for a backup."""
 
@@ -218,19 +226,19 @@ class Accumulators:
         The connections are gone on which they were asked for. Who wants one asks again.
         """
         for hosted in self.hosted.values():
-            self._withdraw(hosted, lambda _: True)
+            hosted.withdraw(lambda _: True)
 
     def fence(self, task: str, below: int) -> Compute | None:
         """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
         error = FencedError(f"{self._task}: {task} has been replaced by incarnation {below}")
         left = []
-
-        def leaves(ticket: Ticket) -> bool:
-            return ticket.client[0] == task and ticket.client[1] < below
-
         for hosted in self.hosted.values():
             hosted.takes.fence(task, below)
-            if self._withdraw(hosted, leaves, error):
+            tickets = hosted.withdraw(
+                lambda ticket: ticket.client[0] == task and ticket.client[1] < below
+            )
+            self._settle(hosted, tickets, error)
+            if tickets:
                 left.append(hosted)
         return self._serve(left)  # not before all have left: those that leave get nothing
 
@@ -381,8 +389,8 @@ class Accumulators:
         hosted = self.hosted.get(message.accumulator)  # nobody hears of an error
         if hosted is None:
             return None
-        changed = self._withdraw(
-            hosted, lambda each: each.client == client and each.sequence in message.takes
+        changed = bool(
+            hosted.withdraw(lambda each: each.client == client and each.sequence in message.takes)
         )
         if not message.takes:  # the ledger forgets those below; this number is not used up
             hosted.takes.judge(client, message.acked_below, message.acked_below, None, 0, 0)
@@ -395,9 +403,11 @@ class Accumulators:
         Those of its older incarnations, too: the ledger of takes has forgotten them.
         """
         task, newest = client[0], (client[1], below)
-        return self._withdraw(
-            hosted, lambda each: each.client[0] == task and (each.client[1], each.sequence) < newest
+        left = hosted.withdraw(
+            lambda each: each.client[0] == task and (each.client[1], each.sequence) < newest
         )
+        self._settle(hosted, left, UsageError(f"{self._task}: this take was cancelled"))
+        return bool(left)
 
     def _serve(self, changed: Iterable[HostedAccumulator]) -> Compute | None:
         """Complete takes that have enough gradients now."""
@@ -432,21 +442,6 @@ class Accumulators:
         )
 
     # Requests that wait for takes.
-
-    def _withdraw(
-        self,
-        hosted: HostedAccumulator,
-        leaves: Callable[[Ticket], bool],
-        error: PsyncError | None = None,
-    ) -> bool:
-        """Let those of the waiting takes wait no longer that leave; return whether some did."""
-        left = [take for take in hosted.rule.waiting if leaves(take.owner)]
-        for take in left:
-            hosted.rule.withdraw(take)
-            hosted.takes.forget(take.owner.client, take.owner.sequence)
-        error = error or UsageError(f"{self._task}: this take was cancelled")
-        self._settle(hosted, [take.owner for take in left], error)
-        return bool(left)
 
     def _settle(
         self, hosted: HostedAccumulator, tickets: Iterable[Ticket], outcome: object

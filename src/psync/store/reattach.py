@@ -337,7 +337,7 @@ class FormerStore:
         if lineage:  # else there was none
             self._updates[lineage] = ledger.held_updates(lineage)
         self._shards.update({(each.spec.variable, each.spec.index): each for each in shards})
-        with_slots = {number for shard in shards for number, _ in shard.slots}
+        with_slots = {number for shard in self._shards.values() for number, _ in shard.slots}
         aside = {}
         for number, optimizer in optimizers.items():
             if number in with_slots or _was_used(optimizer):
