@@ -707,13 +707,10 @@ class ClusterLinks:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
         self._is_closing = True
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.endpoint.close)
+            stack.push_async_callback(self.ps.close)
             await end_all(self._supervisors)
-        finally:
-            try:
-                await self.ps.close()
-            finally:
-                await self.endpoint.close()
 
     def missing(self) -> list[tuple[str, str]]:
         """Return (name, address) of every task that is waited for, ps tasks first."""
