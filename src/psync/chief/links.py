@@ -728,15 +728,12 @@ class ClusterLinks:
         Cancellation: Safe.
         """
 
-        async def one(link: PsLink) -> dict[str, Any] | None:
-            question = messages.AskStatistics()
-            with contextlib.suppress(PsyncError, TimeoutError):
-                async with asyncio.timeout(within_s):
-                    answer, _ = await ask(link, question, messages.Statistics, urgent=True)
-                    return answer.counters
-            return None
-
-        return await all_of([one(link) for link in self.ps.links])
+        question = messages.AskStatistics()
+        asking = [ask(link, question, messages.Statistics, urgent=True) for link in self.ps.links]
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(each, within_s) for each in asking), return_exceptions=True
+        )
+        return [None if isinstance(each, BaseException) else each[0].counters for each in answers]
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
