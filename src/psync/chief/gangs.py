@@ -337,7 +337,13 @@ class GangRunner:
     def look(self, replicas: Sequence[Closure]) -> None:
         """Go on where the queue has changed. ``replicas``: those that have become final."""
         for closure in replicas:
-            self._replica_ended(closure)
+            run, replica = self.runs[0], self.runs[0].replica_of(closure.id)
+            assert replica is not None, f"{closure} is of another gang"
+            if closure.error is None:
+                run.gang.finished(replica)
+            else:
+                run.gang.failed(replica, closure.error)
+            self._look_at(run)
         if self._looking:  # further down: the end of one run lets the next be looked at
             return
         self._looking = True
@@ -423,17 +429,6 @@ class GangRunner:
             f"run was cancelled: {self.queue.ending}",
             hint="run it again after the next join",
         )
-
-    def _replica_ended(self, closure: Closure) -> None:
-        """A replica is final."""
-        run = self.runs[0]
-        replica = run.replica_of(closure.id)
-        assert replica is not None, f"{closure} is of another gang"
-        if closure.error is None:
-            run.gang.finished(replica)
-        else:
-            run.gang.failed(replica, closure.error)
-        self._look_at(run)
 
     # Collectives.
 

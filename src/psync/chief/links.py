@@ -707,13 +707,10 @@ class ClusterLinks:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
         self._is_closing = True
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.endpoint.close)
+            stack.push_async_callback(self.ps.close)
             await end_all(self._supervisors)
-        finally:
-            try:
-                await self.ps.close()
-            finally:
-                await self.endpoint.close()
 
     def missing(self) -> list[tuple[str, str]]:
         """Return (name, address) of every task that is waited for, ps tasks first."""
@@ -731,15 +728,12 @@ class ClusterLinks:
         Cancellation: Safe.
         """
 
-        async def one(link: PsLink) -> dict[str, Any] | None:
-            question = messages.AskStatistics()
-            with contextlib.suppress(PsyncError, TimeoutError):
-                async with asyncio.timeout(within_s):
-                    answer, _ = await ask(link, question, messages.Statistics, urgent=True)
-                    return answer.counters
-            return None
-
-        return await all_of([one(link) for link in self.ps.links])
+        question = messages.AskStatistics()
+        asking = [ask(link, question, messages.Statistics, urgent=True) for link in self.ps.links]
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(each, within_s) for each in asking), return_exceptions=True
+        )
+        return [None if isinstance(each, BaseException) else each[0].counters for each in answers]
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""

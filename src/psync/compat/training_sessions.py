@@ -51,7 +51,7 @@ import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
@@ -88,8 +88,7 @@ from psync.net.connection import fail
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_training_began, platform_of, training_over
 from psync.net.platform import Platform
-from psync.net.resolvers import training_cluster
-from psync.net.shielding import end_all, first_of
+from psync.net.shielding import end_all, first_of, shielded
 from psync.numerics.memory import BlockPool
 from psync.serialization.payloads import describe_exception
 from psync.specs import checked_kind
@@ -130,11 +129,6 @@ def _advise(error: ParameterServerLost) -> None:
     error.hint = PS_LOST_HINT
 
 
-def _complete(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 class Part(ABC):
     """Base class of the chief and the workers: posts this task's value, and reacts to news.
 
@@ -158,7 +152,7 @@ class Part(ABC):
         self._forgets = False  # whether the board shall forget what others have posted
         self._deadline: float | None = None  # loop time at which to look, whatever comes
         self._due = asyncio.Event()  # set when there is something to say, or to look at
-        self._following: asyncio.Task[NoReturn] | None = None
+        self._following: asyncio.Task[Any] | None = None
 
     @abstractmethod
     def _value(self) -> list[Any]:
@@ -197,14 +191,13 @@ class Part(ABC):
             self._due.clear()
             await self._look()
 
-    async def _until(self, future: asyncio.Future[Any]) -> None:
-        """Wait for a future, or until a ps is lost, which raises. Cancellation: safe."""
+    async def _until(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for something, or until a ps is lost, which raises. Cancellation: safe."""
         if self._following is None:
             following = first_of(self._follow(), *map(until_lost, self.ps.links))
             self._following = self._loop.create_task(following)
             self._following.add_done_callback(self._note_lost)
-        await asyncio.wait((future, self._following), return_when=asyncio.FIRST_COMPLETED)
-        (future if future.done() else self._following).result()
+        return await first_of(work, shielded(self._following))
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
@@ -241,8 +234,8 @@ class ChiefPart(Part):
         self._versions = itertools.count(1)
         self._deserted_at = math.inf  # loop time at which training ends for want of replicas
         self._ending: asyncio.Task[None] | None = None
-        self._opened = self._loop.create_future()
-        self._empty = self._loop.create_future()  # done once no replica is left after the end
+        self._opened = asyncio.Event()
+        self._empty = asyncio.Event()  # set once no replica is left after the end
         self.is_open = False
 
     async def attach(self, timeout_s: float) -> None:
@@ -276,7 +269,7 @@ class ChiefPart(Part):
         self._due.set()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._until(self._opened)
+                await self._until(self._opened.wait())
         except TimeoutError:
             raise ConnectFailed(
                 f"{min_workers} workers were to take part in training, and within {timeout_s:g} s "
@@ -330,7 +323,7 @@ class ChiefPart(Part):
         if self._is_replica or members or not self.is_open:
             self._deserted_at = math.inf
         elif self.over is not None:
-            _complete(self._empty)
+            self._empty.set()
         elif not lost:
             await self.end("all replicas have left")
         elif now >= self._deserted_at:
@@ -358,7 +351,7 @@ class ChiefPart(Part):
             await asyncio.sleep(0)  # those that are lost are fenced first
             report = ReportSchedule(next(self._versions), *state, True, [])
             await ask(self.ps.links[0], report, Done)
-            _complete(self._opened)
+            self._opened.set()
 
     async def end(
         self, reason: str, failed: bool = False, error: Sequence[str] | None = None
@@ -391,7 +384,7 @@ class ChiefPart(Part):
         await self.end("the chief has left")
         self._is_replica = False
         self._due.set()
-        await self._until(self._empty)
+        await self._until(self._empty.wait())
         self._forgets = True  # the next chief does not go on with this training
         await self.tell()
 
@@ -418,7 +411,7 @@ class WorkerPart(Part):
         self._left: tuple[bool, bool, Sequence[str] | None] = False, False, None
         self._coordinator = 0  # incarnation of the chief under which it takes part
         self._entered: asyncio.Future[list[Any]] = self._loop.create_future()
-        self._let_go = self._loop.create_future()  # done once the chief knows that it has left
+        self._let_go = asyncio.Event()  # set once the chief knows that it has left
 
     async def begin(self, timeout_s: float) -> dict[tuple[int, int], list[Any]]:
         """Take part when the chief says so; return the shards that it has declared, by their keys.
@@ -432,7 +425,7 @@ class WorkerPart(Part):
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._until(self._entered)
+                declared = await self._until(shielded(self._entered))
         except TimeoutError:
             what = "the chief has not begun a training session"
             hint = "is the chief running, and does it wait for others?"
@@ -440,7 +433,7 @@ class WorkerPart(Part):
                 what = f"no connection to {ps_0.task} at {ps_0.address}"
                 hint = "is this task running, and is this its address?"
             raise ConnectFailed(f"{what} within {timeout_s:g} s", hint=hint) from None
-        return {(shard[1], shard[2]): shard for shard in self._entered.result()}
+        return {(shard[1], shard[2]): shard for shard in declared}
 
     def _value(self) -> list[Any]:
         return [self._process, self._ends, *self._left]
@@ -459,7 +452,7 @@ class WorkerPart(Part):
                 link.lost_after_s = self._ps_timeout_s
             self._entered.set_result(declared)
         if is_here and self._left[0] and not process:
-            _complete(self._let_go)
+            self._let_go.set()
         if over is not None and (self._coordinator or (is_here and over[1])):
             self._end(*over)
         if is_here or not self._coordinator or self.over is not None:
@@ -473,7 +466,7 @@ class WorkerPart(Part):
 
     def _end(self, reason: str, failed: bool) -> None:
         fail(self._entered, TrainingEnded(reason))
-        _complete(self._let_go)
+        self._let_go.set()
         if self.over is None:
             self.over = reason, failed
             self._note_end(reason, failed, None)
@@ -487,7 +480,7 @@ class WorkerPart(Part):
         """Let the chief end training; return when it has. Cancellation: it does all the same."""
         self._ends = reason
         await self.tell()
-        await self._until(self._let_go)
+        await self._until(self._let_go.wait())
 
     async def leave(self, error: BaseException | None) -> None:
         """Leave; return when the chief knows it, or training is over. Cancellation: it leaves."""
@@ -496,7 +489,7 @@ class WorkerPart(Part):
         texts = None if error is None else _failure_of(error)
         self._left, goes_early = (True, False, texts), error is None and self.over is None
         await self.tell()
-        await self._until(self._let_go)
+        await self._until(self._let_go.wait())
         if goes_early and (self.over is None or not self.over[1]):
             self._left = True, True, None
             await self.tell()
@@ -585,8 +578,13 @@ class MonitoredTrainingSession:
                 "psync.ClusterCoordinator, which supports backups",
             )
         self.strategy = strategy
-        cluster, own = strategy.cluster, _own_task(strategy)
-        self._task, self._address = task_name(*own), cluster.task_address(*own)
+        cluster, (job, index) = strategy.cluster, strategy.task
+        if job not in ("chief", "worker") or index is None:
+            raise ConfigurationError(
+                "a training session is for the chief and for workers, and the cluster's "
+                f"description says that this process is {job or 'no task of it'}"
+            )
+        self._task, self._address = task_name(job, index), cluster.task_address(job, index)
         workers = addresses_in(cluster, "worker") if "worker" in cluster.jobs else {}
         chiefs = addresses_in(cluster, "chief") if "chief" in cluster.jobs else workers
         self._leader = next(iter(chiefs.items()))
@@ -872,17 +870,6 @@ class MonitoredTrainingSession:
 def _described(shard: Sequence[Any]) -> str:
     name, _, index, _, shape, dtype = shard
     return f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
-
-
-def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:
-    """Return job and index of this process."""
-    _, job, index = training_cluster(strategy.cluster_resolver)
-    if job not in ("chief", "worker") or index is None:
-        raise ConfigurationError(
-            "a training session is for the chief and for workers, and the cluster's description "
-            f"says that this process is {job or 'no task of it'}"
-        )
-    return job, index
 
 
 def _has_no_more_data(error: BaseException) -> bool:
