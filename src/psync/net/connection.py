@@ -59,7 +59,6 @@ from psync.wire.frames import (
     VERSION,
     Borrowed,
     Buffer,
-    Extent,
     Frame,
     FrameDecoder,
     Kind,
@@ -735,16 +734,13 @@ class Connection(asyncio.BufferedProtocol):
             if count:
                 nbytes = sum(lengths)
             if nbytes > self._plain_bytes or size > limits.header_bytes or count > limits.segments:
-                extents: Sequence[Extent] = ()
                 if nbytes > LENT_ABOVE_BYTES and sharing is not None:
                     loan = sharing.lend(body, nbytes, copied=copied)
-                    extents = () if loan is None else loan.extents
+                extents = () if loan is None else loan.extents
                 head = encode_head(kind, request_id, header, lengths, extents, limits)
             elif count:  # as ``encode_head``
-                layout = with_lengths(PREFIX_FORMAT, count)
-                head = layout.pack(
-                    MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths
-                )
+                pack = with_lengths(PREFIX_FORMAT, count).pack
+                head = pack(MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths)
                 head += header
             else:
                 head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, size, 0, 0) + header
