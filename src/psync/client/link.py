@@ -252,7 +252,8 @@ class PsLink:
             peer = self._peers.get(lane)
             if peer is not None and peer.is_open:
                 return peer
-            if (attempt := self._attempts.get(lane)) is None:
+            attempt = self._attempts.get(lane)
+            if attempt is None or attempt.done():  # by whoever ends all tasks of the loop
                 attempt = asyncio.get_running_loop().create_task(self._attempt(lane))
                 self._attempts[lane] = attempt
             await asyncio.wait([attempt])
@@ -266,7 +267,7 @@ class PsLink:
             peer = await self._connect(lane)
         except Exception as exc:  # who cancels it has removed it
             failed = exc
-        del self._attempts[lane]  # before anybody hears of it, who may end all attempts
+        self._attempts.pop(lane, None)  # before anybody hears of it, who may end all attempts
         if isinstance(failed, ConnectFailed):
             lost = self._declare_lost(f"at {self.address} cannot be reached ({failed.message})")
             lost.__cause__ = failed

@@ -53,6 +53,7 @@ from psync.wire.frames import (
     MAGIC,
     PREFIX,
     PREFIX_BYTES,
+    PREFIX_FORMAT,
     SENT,
     SMALL_BODY_BYTES,
     VERSION,
@@ -64,6 +65,7 @@ from psync.wire.frames import (
     Segment,
     encode_head,
     flat,
+    with_lengths,
 )
 from psync.wire.handshake import BULK, Handshake, State
 from psync.wire.limits import HANDSHAKE_LIMITS
@@ -338,7 +340,9 @@ class Connection(asyncio.BufferedProtocol):
         self.spawn = owner.spawn
         self._owner = owner
         self._handlers = owner.handlers
-        self._limits = owner.platform.limits
+        self._limits = limits = owner.platform.limits
+        # A body up to this size is neither lent nor too large.
+        self._plain_bytes = min(LENT_ABOVE_BYTES, limits.segment_bytes, limits.body_bytes)
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(HANDSHAKE_LIMITS, self._sink, Request)
         # Where the next bytes belong is the decoder's to say, and asked for each read.
@@ -726,14 +730,20 @@ class Connection(asyncio.BufferedProtocol):
                 lengths, body = flat(segments)
             else:
                 lengths = _NONE
-            if not lengths and len(header) <= self._limits.header_bytes:
-                head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
-            else:
-                nbytes, extents = sum(lengths), _NONE
+            count, size, limits = len(lengths), len(header), self._limits
+            if count:
+                nbytes = sum(lengths)
+            if nbytes > self._plain_bytes or size > limits.header_bytes or count > limits.segments:
                 if nbytes > LENT_ABOVE_BYTES and sharing is not None:
                     loan = sharing.lend(body, nbytes, copied=copied)
-                    extents = () if loan is None else loan.extents
-                head = encode_head(kind, request_id, header, lengths, extents, self._limits)
+                extents = () if loan is None else loan.extents
+                head = encode_head(kind, request_id, header, lengths, extents, limits)
+            elif count:  # as ``encode_head``
+                pack = with_lengths(PREFIX_FORMAT, count).pack
+                head = pack(MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths)
+                head += header
+            else:
+                head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, size, 0, 0) + header
         except LocalProtocolError as exc:
             if loan is not None and sharing is not None:
                 sharing.withdrawn(loan)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -43,6 +42,8 @@ class Compute(msgspec.Struct, eq=False):
         at_once: Does it, if that is little; raises BusyError, with nothing done, if shards are
             read or filled just now.
         in_pieces: Or else; None: there is nothing to do.
+        ended: Told of the end, after ``done``, if it was not done at once.
+        behind: Places at which others are before it then.
     """
 
     keys: Sequence[Place]
@@ -50,13 +51,8 @@ class Compute(msgspec.Struct, eq=False):
     nbytes: int = 0
     at_once: Callable[[], None] = lambda: None
     in_pieces: Callable[[], Awaitable[None]] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    compute: Compute
-    done: Callable[[Exception | None], None]
-    behind: int = 0  # places at which others are before it
+    ended: Callable[[Exception | None], None] = lambda _: None
+    behind: int = 0
 
 
 class Computes:
@@ -70,12 +66,12 @@ class Computes:
     def __init__(self, store: ShardStore, work: LongWork) -> None:
         self._store = store
         self._work = work
-        self.queues: dict[Place, deque[_Job]] = {}  # the first of each is being done, or waits
+        self.queues: dict[Place, deque[Compute]] = {}  # the first of each is being done, or waits
 
     @property
     def waiting(self) -> int:
         """How many are not done."""
-        return len({id(job) for queue in self.queues.values() for job in queue})
+        return len({id(each) for queue in self.queues.values() for each in queue})
 
     def check_idle(self) -> None:
         """Raise BusyError unless all of shards are done."""
@@ -97,19 +93,18 @@ class Computes:
         while self.queues if places is None else self.waits_at(places):
             await self._work.next_turn()
 
-    def add(self, compute: Compute, done: Callable[[Exception | None], None]) -> None:
-        """Do a compute when those before it are done, then call ``done``."""
-        job = _Job(compute, done)
+    def add(self, compute: Compute, ended: Callable[[Exception | None], None]) -> None:
+        """Do a compute when those before it are done, and answer; then call ``ended``."""
+        compute.ended = ended
         for key in dict.fromkeys(compute.keys):
             queue = self.queues.setdefault(key, deque())
-            job.behind += bool(queue)
-            queue.append(job)
-        if not job.behind:
-            self._work.to_the_end(self._run(job))
+            compute.behind += bool(queue)
+            queue.append(compute)
+        if not compute.behind:
+            self._work.to_the_end(self._run(compute))
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self, compute: Compute) -> None:
         failed: Exception | None = None
-        compute = job.compute
         try:
             self._work.check_whole()
             if compute.in_pieces is not None:
@@ -118,12 +113,17 @@ class Computes:
             if not self._work.is_torn:
                 self._work.give_up(exc)
             failed = exc
-        self._end(job)
-        job.done(failed)
+        self._end(compute)
+        if failed is None:
+            try:
+                compute.done()
+            except Exception as exc:
+                failed = exc
+        compute.ended(failed)
         self._work.wake()
 
-    def _end(self, job: _Job) -> None:
-        for key in dict.fromkeys(job.compute.keys):
+    def _end(self, compute: Compute) -> None:
+        for key in dict.fromkeys(compute.keys):
             queue = self.queues[key]
             queue.popleft()
             if not queue:

@@ -260,7 +260,7 @@ class Executor:
                 if waits:
                     if claim is not None:
                         entry.ended = claim()
-                    computes.add(outcome, functools.partial(self._computed, entry, outcome))
+                    computes.add(outcome, functools.partial(_end, entry))
                     return
                 outcome.done()
             except Exception as exc:
@@ -277,14 +277,6 @@ class Executor:
             _end(entry, failed)
         elif request.is_held or not request.over:
             request.answer(_DONE)
-
-    def _computed(self, entry: _Entry, compute: Compute, failed: Exception | None) -> None:
-        if failed is None:
-            try:
-                compute.done()
-            except Exception as exc:
-                failed = exc
-        _end(entry, failed)
 
     def advance(self) -> None:
         """Execute what may be executed; called when the backup has more, or is given up."""

@@ -49,13 +49,13 @@ SAME_TLS = (
 )
 
 VERSION = 2
-_PREFIX_FORMAT = "<4sBBHQIIQ"
-PREFIX = struct.Struct(_PREFIX_FORMAT)
+PREFIX_FORMAT = "<4sBBHQIIQ"
+PREFIX = struct.Struct(PREFIX_FORMAT)
 PREFIX_BYTES = PREFIX.size
 
 
 @functools.lru_cache
-def _with_lengths(before: str, count: int) -> struct.Struct:
+def with_lengths(before: str, count: int) -> struct.Struct:
     """Return the layout of something and then the lengths of so many segments."""
     return struct.Struct(f"{before}{count}Q")
 
@@ -241,7 +241,7 @@ def encode_head(
         or body_len > limits.segment_bytes
     ):
         _check_sizes(LocalProtocolError, limits, header_len, count, body_len, lengths)
-    head = _with_lengths(_PREFIX_FORMAT, count).pack(
+    head = with_lengths(PREFIX_FORMAT, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, header_len, count, body_len, *lengths
     )
     if extents:
@@ -338,7 +338,7 @@ class FrameDecoder:
         self.start = body
         if not (count or body_len):
             return frame
-        lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
+        lengths = with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
         frame.lengths = lengths
         if body_len > limits.segment_bytes:
             _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
