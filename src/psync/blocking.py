@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
+from psync.api import cluster_coordinator
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.data_shards import Visits as AsyncVisits
 from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
@@ -52,7 +53,6 @@ from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
 from psync.net.trace import Trace
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
-from psync.status.dashboard import run_log
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -325,6 +325,8 @@ class Visits(AsyncVisits):
     _look = _on_the_loop(AsyncVisits._look)
 
 
+
+
 def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
     """Return a handle that blocks, in place of one that was made in this turn of the loop."""
     made: RemoteValue[T] = RemoteValue(value._closure, value._cancel)
@@ -463,7 +465,7 @@ def report(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[No
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
-    return _entered(run_log.report(path))
+    return _entered(cluster_coordinator.report(path))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -314,13 +314,14 @@ class Status:
             schema, expected = data["schema"], f"expected a status of schema {SCHEMA}"
             hint = "use the version of psync that the run uses"
             check_fits(schema == SCHEMA, expected, schema, hint, error=RemoteProtocolError)
-            data["reported"] = {
-                name: math.nan if value is None else value
-                for name, value in data.get("reported", {}).items()
+            reported = {
+                name: math.nan if value is None else float(value)
+                for name, value in data.pop("reported", {}).items()
             }
-            return msgspec.convert(data, cls)
+            made = msgspec.convert(data, cls)
         except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
+        return replace(made, reported=reported)
 
 
 # The status, made of counters.
@@ -444,7 +445,7 @@ def status_of(
             int(counters.get("step", 0)), pace("step"), _staleness(counted, groups), synchronous,
             bounds,
         ),
-        workers=tuple(_workers(bare.workers, closures, counted, groups, waiting, rate)),
+        workers=_workers(bare.workers, closures, counted, groups, waiting, rate),
         ps=tuple(
             ps_of(ps, each, rate, has_backups=has_backups) if each else ps
             for ps, each in zip(bare.ps, counted, strict=True)
@@ -504,12 +505,13 @@ def _workers(
     groups: Mapping[str, Any],
     waiting: Collection[str],
     rate: Rate,
-) -> Iterator[WorkerStatus]:
+) -> tuple[WorkerStatus, ...]:
     staleness: dict[str, int] = {}
     for each in counted:
         for task, steps in each.get("staleness", {}).get("newest", ()):
             staleness[task] = max(steps, staleness.get(task, 0))
     held = {each.worker: each for each in closures.workers}
+    workers: list[WorkerStatus] = []
     for worker in bare:
         task, state = worker.task, worker.state
         if (has := held.get(task)) is not None:
@@ -518,7 +520,7 @@ def _workers(
         pushes = Counter[str]()
         for group in groups.values():
             pushes.update(group["replicas"].get(task, {}))
-        yield replace(
+        worker = replace(
             worker,
             state="waiting" if state == "busy" and task in waiting else state,
             closures_per_s=rate(task),
@@ -527,6 +529,8 @@ def _workers(
             dropped=pushes["stale"],
             duplicates=pushes["duplicate"],
         )
+        workers.append(worker)
+    return tuple(workers)
 
 
 def _totals(counters: Mapping[str, Any]) -> dict[str, int]:

@@ -20,6 +20,7 @@ import errno
 import json
 import logging
 import os
+import socket
 import stat
 import tempfile
 import time
@@ -39,7 +40,7 @@ from psync.errors import (
 )
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
-from psync.net.shielding import begin, end_all
+from psync.net.shielding import end_all
 from psync.status.http import is_token
 from psync.status.model import MISFITS, Number, Whole
 from psync.status.units import seconds_text
@@ -165,7 +166,9 @@ async def answering(directory: Path, program: str, answer: Answer) -> AsyncItera
     responding: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        begin(respond(reader, writer), responding)
+        task = asyncio.get_running_loop().create_task(respond(reader, writer))
+        responding.add(task)
+        task.add_done_callback(responding.discard)
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
@@ -175,12 +178,15 @@ async def answering(directory: Path, program: str, answer: Answer) -> AsyncItera
                 writer.writelines(await _reply(line, token, answer))
                 await writer.drain()
 
-    server = await asyncio.start_unix_server(connected, where, limit=MAX_QUESTION_BYTES)
-    try:
-        with contextlib.closing(server), run_file(run):
-            yield
-    finally:
-        await end_all(responding)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.fspath(where))
+        os.chmod(where, 0o600)
+        server = await asyncio.start_unix_server(connected, sock=bound, limit=MAX_QUESTION_BYTES)
+        try:
+            with contextlib.closing(server), run_file(run):
+                yield
+        finally:
+            await end_all(responding)
 
 
 async def _reply(line: bytes, token: str, answer: Answer) -> tuple[bytes, bytes]:
@@ -242,7 +248,7 @@ def read_run(path: Path) -> Run:
         data = json.loads(read_private(str(path), str(path)))
         schema, expected = data.pop("schema"), f"{path}: expected a run file of schema {SCHEMA}"
         check_fits(schema == SCHEMA, expected, schema, "use the version of psync that the run uses")
-        return msgspec.convert(data, Run)
+        run = msgspec.convert(data, Run)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
@@ -251,6 +257,7 @@ def read_run(path: Path) -> Run:
         raise
     except MISFITS as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
+    return run
 
 
 def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:

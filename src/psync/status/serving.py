@@ -27,7 +27,7 @@ from psync.net.tls import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
-from psync.status.http import serving_metrics
+from psync.status.http import check_can_serve, serving_metrics
 from psync.status.model import Status
 from psync.status.run_files import Run, answering, ask, directory_of_runs
 
@@ -56,7 +56,7 @@ class ServedStatus:
         dashboard_url: With its token; "": there is none.
 
     Raises:
-        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1.
+        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1, or an address is none.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class ServedStatus:
             metrics = os.environ.get("PSYNC_METRICS")
         self._http: contextlib.AbstractAsyncContextManager[str] | None = None
         if metrics:
+            check_can_serve("metrics", metrics)
             self._http = serving_metrics(metrics, self._metrics, self._answer)
         self._stack = contextlib.AsyncExitStack()
 
@@ -85,7 +86,7 @@ class ServedStatus:
         in the log.
 
         Raises:
-            ConfigurationError: An address is none or in use, or the run log cannot be written.
+            ConfigurationError: An address is in use, or the run log cannot be written.
 
         Cancellation: ``close`` still has to be called; so it is after an error.
         """
@@ -103,7 +104,6 @@ class ServedStatus:
 
             page = shown(self.source, self._dashboard, self._log)
             self.dashboard_url = await self._stack.enter_async_context(page)
-        self.source.begin()
 
     async def _answer(self, question: Mapping[str, Any]) -> bytes:
         """Return the status; if a ``reader`` is named, what tasks have recorded for it."""

@@ -480,8 +480,10 @@ def _is_of_rows(part: object) -> bool:
 
 def batch_size_of(batch: Any) -> int:
     """Return how many examples a batch has: the length of its first array; 1 if it has none."""
-    shape = np.shape(next(iter(leaves_of(batch)), 0))
-    return shape[0] if shape else 1
+    while isinstance(batch, tuple | list | dict) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    shape = np.shape(batch)
+    return int(shape[0]) if shape else 1
 
 
 class Counts:

@@ -386,10 +386,15 @@ class ArrayDataset(_Shuffled):
     @property
     def element_spec(self) -> Any:
         """The ``TensorSpec`` of its batches; the last batch may be smaller than the others."""
-        spec = spec_of(itertools.islice(self, 1))
-        if self.drop_remainder or self.num_rows % (self.batch_size or 1) == 0:
-            return spec
-        return map_nest(lambda one: TensorSpec((None, *one.shape[1:]), one.dtype), spec)
+        size = self.batch_size
+        even = self.drop_remainder or self.num_rows % (size or 1) == 0
+
+        def spec(array: NDArray[Any]) -> Any:
+            one = spec_of([array[0]])
+            batch = () if size is None else (size if even else None,)
+            return TensorSpec((*batch, *one.shape), one.dtype)
+
+        return map_nest(spec, self._arrays)
 
 
 class FileDataset(_Shuffled):
