@@ -52,6 +52,7 @@ from psync.net.platform import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
 from psync.net.trace import Trace
+from psync.net.trace_file import Summary
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
 
 T = TypeVar("T")
@@ -314,7 +315,8 @@ class PerWorkerIterator(AsyncPerWorkerIterator[T]):
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
     """A ``psync.PerWorkerDataset`` that returns iterators of this module."""
 
-    _iterator_class = PerWorkerIterator
+    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(self, starts)
 
 
 class Visits(AsyncVisits):
@@ -325,6 +327,16 @@ class Visits(AsyncVisits):
     _look = _on_the_loop(AsyncVisits._look)
 
 
+class Traced:
+    """A trace of a part of the run; see ``psync.ClusterCoordinator.trace``."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    @property
+    def summary(self) -> Summary | None:
+        """Seconds, events, tasks and dropped events of the file. None until the trace ends."""
+        return self._trace.summary
 
 
 def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
@@ -435,9 +447,11 @@ class ClusterCoordinator(_Blocking):
         _on_loop(coordinator._running, "distribute_once")
         return Visits(schedule, coordinator.join, shards, num_epochs, shuffle_seed, state)
 
-    def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Trace]:
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Traced]:
         """Trace the block; see ``psync.ClusterCoordinator.trace``."""
-        return _entered(self.coordinator.trace(path))
+        with _entered(self.coordinator.trace(path)) as traced:
+            yield Traced(traced)
 
     @property
     def stop_reason(self) -> str | None:

@@ -10,8 +10,8 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -601,7 +601,8 @@ class ClusterCoordinator(Scheduling):
         self._running("status")
         return await self._seen.source.status()
 
-    def trace(self, path: str | os.PathLike[str]) -> AbstractAsyncContextManager[Trace]:
+    @asynccontextmanager
+    async def trace(self, path: str | os.PathLike[str]) -> AsyncGenerator[Trace, None]:
         """Return a context that records a trace into a file, for ui.perfetto.dev or chrome://tracing.
 
         Each task is a process in the trace: the steps of workers with their pulls, pushes, waits
@@ -629,7 +630,8 @@ class ClusterCoordinator(Scheduling):
         """
         self._running("trace")
         source = self._seen.source
-        return tracing(source.spans.read_all, source.program, path)
+        async with tracing(source.spans.read_all, source.program, path) as traced:
+            yield traced
 
     def report(self, values: Mapping[str, float]) -> None:
         """Show the program's own values in its status: the loss, the epoch, an accuracy.
