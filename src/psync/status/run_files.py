@@ -249,7 +249,7 @@ def read_run(path: Path) -> Run:
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        run = msgspec.convert(data, Run)
+        return msgspec.convert(data, Run)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
@@ -258,7 +258,6 @@ def read_run(path: Path) -> Run:
         raise
     except MISFITS as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
-    return run
 
 
 def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
