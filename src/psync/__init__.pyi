@@ -16,7 +16,6 @@ from psync.api.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
 from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
-from psync.api.cluster_coordinator import report as report
 from psync.api.datasets import DistributedDataset as DistributedDataset
 from psync.api.datasets import InputOptions as InputOptions
 from psync.api.datasets import PerWorkerDataset as PerWorkerDataset
@@ -130,6 +129,7 @@ from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarn
 from psync.serialization.remote_value import RemoteValue as RemoteValue
 from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
 from psync.specs import Outcome as Outcome
+from psync.status.dashboard.run_log import report as report
 from psync.status.model import Status as Status
 from psync.training.checkpoint import Checkpoint as Checkpoint
 from psync.training.checkpoint import CheckpointManager as CheckpointManager

@@ -145,7 +145,6 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
         self.forbid_nonfinite = forbid_nonfinite
         self._sum: Any = None  # of this step, a ``_sum_kind``; None before its first gradient
-        self.max_staleness = staleness
         self.step = 0  # results taken, unless ``set_global_step`` said otherwise
         self._count = 0
         self.waiting: dict[Take[ResultT], None] = {}  # in the order of their coming
@@ -216,7 +215,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """
         computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
-        if computed_at < self.step - self.max_staleness:
+        if computed_at < self.step - self.definition.max_staleness:
             return Applied(Outcome.STALE, self._count, self.step)
         self._check(gradient, nonfinite)
         adding = self._add(gradient, weight)

@@ -35,7 +35,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
-from psync.api import cluster_coordinator
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.data_shards import Visits as AsyncVisits
 from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
@@ -54,6 +53,7 @@ from psync.net.shielding import shielded
 from psync.net.trace import Trace
 from psync.net.trace_file import Summary
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
+from psync.status.dashboard import run_log
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -315,8 +315,7 @@ class PerWorkerIterator(AsyncPerWorkerIterator[T]):
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
     """A ``psync.PerWorkerDataset`` that returns iterators of this module."""
 
-    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
-        return PerWorkerIterator(self, starts)
+    _iterator_class = PerWorkerIterator
 
 
 class Visits(AsyncVisits):
@@ -479,7 +478,7 @@ def report(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[No
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
-    return _entered(cluster_coordinator.report(path))
+    return _entered(run_log.report(path))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

@@ -319,6 +319,10 @@ class EventFile:
 
     Args:
         directory: Directory of the file, created if missing.
+
+    Attributes:
+        flush: Makes the added values visible to readers.
+        close: Writes the remaining values and closes the file.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -328,6 +332,7 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
         self.path = folder / f"{name}.{os.getpid()}.{next(_numbers)}"
         self._file = open(self.path, "xb")
+        self.flush, self.close = self._file.flush, self._file.close
         self._write(_event(time.time()) + _bytes_field(3, _VERSION))
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -343,14 +348,6 @@ class EventFile:
         point = _bytes_field(1, tag.encode()) + b"\x15" + number
         summary = _bytes_field(1, point)
         self._write(_event(time.time()) + b"\x10" + _varint(step) + _bytes_field(5, summary))
-
-    def flush(self) -> None:
-        """Make the added values visible to readers."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Write the remaining values and close the file."""
-        self._file.close()
 
     def _write(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))

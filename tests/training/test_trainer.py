@@ -447,7 +447,7 @@ class TestMistakes:
     @for_each(
         "options, text",
         [
-            ({"validation_data": (X, Y[:3])}, "expected arrays of one length"),
+            ({"validation_data": (X, Y[:3])}, "expected the same number of rows in all"),
             ({"validation_data": (X, Y), "validation_batch_size": 0}, "batch_size above 0"),
             ({"callbacks": [print]}, "expected psync.callbacks, got builtin_function_or_method"),
         ],
@@ -737,9 +737,9 @@ LABELS = ROWS.sum(axis=1)
         (5, "got int"),
         ("text", "got str"),
         ([], "got list"),
-        ((ROWS, LABELS[:5]), "arrays of one length"),
-        ((np.float32(1), np.float32(1)), "arrays of one length"),
-        (({"a": ROWS, "b": ROWS[:5]}, LABELS), "arrays of one length"),
+        ((ROWS, LABELS[:5]), "validation data: arrays: expected the same number of rows"),
+        ((np.float32(1), np.float32(1)), "validation data: arrays: expected arrays of at least"),
+        (({"a": ROWS, "b": ROWS[:5]}, LABELS), "expected the same number of rows in all"),
         (
             [ROWS, LABELS],
             r"got a list of arrays, which is not a list of shards\nhint: .*\(x, y\)",

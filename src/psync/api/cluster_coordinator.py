@@ -7,12 +7,9 @@ import itertools
 import logging
 import math
 import os
-import sys
-import tempfile
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from psync.api.data_shards import Visits
@@ -39,7 +36,6 @@ from psync.errors import (
     ConfigurationError,
     DeadlineExceeded,
     ParameterServerLost,
-    PsyncError,
     SerializationError,
     UsageError,
     check_fits,
@@ -63,7 +59,6 @@ from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
-    from psync.status.dashboard.run_log import Recorder, RunLog
     from psync.status.model import Status
 
 
@@ -80,12 +75,6 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
     weakref.WeakValueDictionary
 )
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
-
-_seen_runs: weakref.WeakSet[ClusterCoordinator] = weakref.WeakSet()
-"""Coordinators of this process whose runs can be reported."""
-
-_reports: dict[report, None] = {}
-"""Reports that are open."""
 
 
 class ClusterCoordinator(Scheduling):
@@ -217,7 +206,6 @@ class ClusterCoordinator(Scheduling):
         self._ending = AsyncExitStack()  # what ``close`` has to do
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._seen: ServedStatus  # of the latest start
-        self._seen_on: asyncio.AbstractEventLoop
         self._starting = False
 
     def __repr__(self) -> str:
@@ -316,9 +304,9 @@ class ClusterCoordinator(Scheduling):
         follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(coordinator.close)
-            stack.push_async_callback(self._end_show)
+            stack.push_async_callback(self._seen.close)
             stack.callback(platform.workforce.follow(follower))  # workers may come meanwhile
-            await of_no_cell(self._show())
+            await of_no_cell(self._seen.start())
             await of_no_cell(coordinator.start())
             optimizers.check_unused(coordinator.links.ps.links)
             stack.callback(add_description(coordinator.describe))
@@ -326,23 +314,6 @@ class ClusterCoordinator(Scheduling):
         self._coordinator = coordinator
         strategy._runtime = coordinator.runtime
         strategy._gangs = coordinator.gangs
-
-    async def _show(self) -> None:
-        """Let the run be seen. Cancellation: ``_end_show`` still has to be called."""
-        await self._seen.start()
-        self._seen_on = asyncio.get_running_loop()
-        _seen_runs.add(self)
-        for each in _reports:
-            if each._loop is self._seen_on:
-                each._begin_run(self)
-
-    async def _end_show(self) -> None:
-        """Show the run to nobody any more. Cancellation: a connection may still be closing."""
-        _seen_runs.discard(self)
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._seen.close)
-            for each in list(_reports):
-                stack.push_async_callback(each._end_run, self)
 
     @property
     def attached(self) -> bool:
@@ -723,93 +694,6 @@ class ClusterCoordinator(Scheduling):
         if asyncio._get_running_loop() is not self._coordinator.loop:
             raise other_loop(operation)
         return self._coordinator
-
-
-class report:
-    """Write an HTML file that shows a run as the dashboard does, and opens offline.
-
-    The report covers every coordinator of this process that runs within the context, including
-    those that already run when it begins. It takes one sample per second. The file is written when
-    the context ends, including after an error.
-
-    Args:
-        path: Path of the file, "….html"; an existing file is replaced. If the file cannot be
-            written at the end, it is written to the folder for temporary files, and a warning names
-            it.
-
-    Raises:
-        ConfigurationError: When it is entered: the folder is missing or not writable.
-        UsageError: The same object is entered again; or coordinators run on another event loop.
-
-    Cancellation: The report of the run so far is written.
-
-    Example:
-        async with psync.report("run.html"):
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                ...
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # None: not entered
-        self._log: RunLog  # in it
-        self._has_run = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._recorders: dict[ClusterCoordinator, Recorder] = {}
-
-    async def __aenter__(self) -> None:
-        from psync.status.dashboard.run_log import RunLog, check_path
-
-        if self._folder is not None:
-            raise UsageError("report: it can be entered only once", hint="create a new one")
-        self._loop = asyncio.get_running_loop()
-        here = [run for run in _seen_runs if run._seen_on is self._loop]
-        if _seen_runs and not here:
-            raise other_loop("report")
-        check_path(self._path)
-        self._folder = tempfile.TemporaryDirectory(prefix="psync-report-")
-        program = os.path.basename(sys.argv[0] if sys.argv else "")
-        self._log = RunLog(Path(self._folder.name, "run.jsonl"), program)
-        _reports[self] = None
-        for run in here:
-            self._begin_run(run)
-
-    def _begin_run(self, run: ClusterCoordinator) -> None:
-        """Note what happens in a run from now on."""
-        from psync.status.dashboard.run_log import Recorder
-
-        self._has_run = True
-        recorder = self._recorders[run] = Recorder(run._seen.source, self._log)
-        recorder.start()
-
-    async def _end_run(self, run: ClusterCoordinator) -> None:
-        """Note the last of a run, if that was not done. Cancellation: safe."""
-        recorder = self._recorders.pop(run, None)
-        if recorder is not None:
-            await recorder.close()
-
-    async def __aexit__(self, *_: object) -> None:
-        from psync.status.dashboard.run_log import write_report
-
-        assert self._folder is not None, "it was entered"
-        if asyncio.get_running_loop() is not self._loop:
-            raise other_loop("the end of a report")
-        _reports.pop(self, None)
-        path = self._path
-        try:
-            for run in list(self._recorders):
-                await self._end_run(run)
-            if not self._has_run:
-                raise ConfigurationError("no coordinator has run")
-            await asyncio.to_thread(self._log.close)
-            written = await asyncio.to_thread(write_report, self._log.path, path)
-            if written != path:
-                logger.warning("report %s cannot be written; it is in %s instead", path, written)
-        except (PsyncError, OSError) as exc:  # never worth the result of a run
-            logger.warning("no report was written: %s", exc)
-        finally:
-            self._log.close()
-            self._folder.cleanup()
 
 
 def coordinator_of(origin: str) -> Coordinator | None:

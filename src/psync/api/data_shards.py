@@ -198,9 +198,7 @@ class Visits:
         """
         return {**self._look().state(self._running), "digest": self._digest}
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Return ``state``, so that a ``Checkpoint`` may hold visits."""
-        return self.state()
+    checkpoint_state = state  # so that a ``Checkpoint`` may hold visits
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Continue from a state, as ``distribute_once(…, state=…)`` does.

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from psync.api.variables import Variable
 from psync.client.context import DatasetContext, current_closure, inside
@@ -198,76 +198,6 @@ def _options(operation: str, options: Any) -> InputOptions:
     return checked_kind(f"{operation}: options: expected InputOptions", options, InputOptions)
 
 
-@dataclass(eq=False, repr=False)
-class PerWorkerDataset(Generic[T]):
-    """A dataset that every worker reads separately.
-
-    ``iter(dataset)`` makes an iterator on every worker and returns one handle, which steps take as
-    an argument (or capture) and call ``next`` on. Each ``iter`` starts the data from the beginning.
-    Made by ``ClusterCoordinator.create_per_worker_dataset``.
-
-    Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
-    """
-
-    __psync_capture_error__ = "each worker reads it through an iterator"
-    __psync_capture_hint__ = (
-        "iterator = iter(dataset) in the program, and next(iterator) in the step"
-    )
-
-    _dataset: DistributedDataset[T]
-    _function: Function
-    _coordinator: ClusterCoordinator
-    _end: str = "all"
-
-    def __iter__(self) -> PerWorkerIterator[T]:
-        return self.iterator()
-
-    def iterator(self, position: int | Mapping[int, int] = 0) -> PerWorkerIterator[T]:
-        """Return a new iterator, as ``iter`` does, that may begin at a later position.
-
-        The batches before it are loaded and dropped. A worker that is lost and restarts begins
-        there again.
-
-        Args:
-            position: Number of batches to skip: one number for all workers, or the result of
-                ``PerWorkerIterator.positions``; a worker that is missing in it begins at 0.
-
-        Raises:
-            ConfigurationError: It is not a position, or names a worker outside the cluster.
-            ContextError: Inside a step.
-        """
-        if current_closure() is not None:
-            raise ContextError(
-                "iter() on a per-worker dataset inside a step",
-                hint="call iter(dataset) on the coordinator and pass the iterator to the step",
-            )
-        iterator = self._make_iterator(_checked(position, self._dataset.num_workers))
-        # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
-        owner = weakref.ref(self._coordinator)
-        weakref.finalize(iterator, _release, owner, iterator.uid).atexit = False
-        return iterator
-
-    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
-        return PerWorkerIterator(self, starts)
-
-    def build(self) -> DistributedDataset[T]:
-        """Return the dataset without iterators: a step that gets it iterates over it directly.
-
-        Source: ``build`` of TensorFlow's per-worker datasets.
-        """
-        return self._dataset
-
-    @property
-    def element_spec(self) -> Any:
-        """Shapes and dtypes of batches: a nest of ``TensorSpec``; None if there are no batches.
-
-        To find out, this process loads the first two batches of the first worker.
-
-        Source: ``tf.distribute.DistributedDataset.element_spec``.
-        """
-        return self._dataset.element_spec
-
-
 class PerWorkerIterator(IteratorHandle[T]):
     """The coordinator's handle to an iterator on each worker; dropping it releases them.
 
@@ -311,6 +241,74 @@ class PerWorkerIterator(IteratorHandle[T]):
             if isinstance(answer, Number) and answer.value >= 0:
                 positions[place] = answer.value
         return positions
+
+
+@dataclass(eq=False, repr=False)
+class PerWorkerDataset(Generic[T]):
+    """A dataset that every worker reads separately.
+
+    ``iter(dataset)`` makes an iterator on every worker and returns one handle, which steps take as
+    an argument (or capture) and call ``next`` on. Each ``iter`` starts the data from the beginning.
+    Made by ``ClusterCoordinator.create_per_worker_dataset``.
+
+    Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
+    """
+
+    __psync_capture_error__ = "each worker reads it through an iterator"
+    __psync_capture_hint__ = (
+        "iterator = iter(dataset) in the program, and next(iterator) in the step"
+    )
+
+    _dataset: DistributedDataset[T]
+    _function: Function
+    _coordinator: ClusterCoordinator
+    _end: str = "all"
+    _iterator_class: ClassVar[type[PerWorkerIterator[Any]]] = PerWorkerIterator
+
+    def __iter__(self) -> PerWorkerIterator[T]:
+        return self.iterator()
+
+    def iterator(self, position: int | Mapping[int, int] = 0) -> PerWorkerIterator[T]:
+        """Return a new iterator, as ``iter`` does, that may begin at a later position.
+
+        The batches before it are loaded and dropped. A worker that is lost and restarts begins
+        there again.
+
+        Args:
+            position: Number of batches to skip: one number for all workers, or the result of
+                ``PerWorkerIterator.positions``; a worker that is missing in it begins at 0.
+
+        Raises:
+            ConfigurationError: It is not a position, or names a worker outside the cluster.
+            ContextError: Inside a step.
+        """
+        if current_closure() is not None:
+            raise ContextError(
+                "iter() on a per-worker dataset inside a step",
+                hint="call iter(dataset) on the coordinator and pass the iterator to the step",
+            )
+        iterator = self._iterator_class(self, _checked(position, self._dataset.num_workers))
+        # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
+        owner = weakref.ref(self._coordinator)
+        weakref.finalize(iterator, _release, owner, iterator.uid).atexit = False
+        return iterator
+
+    def build(self) -> DistributedDataset[T]:
+        """Return the dataset without iterators: a step that gets it iterates over it directly.
+
+        Source: ``build`` of TensorFlow's per-worker datasets.
+        """
+        return self._dataset
+
+    @property
+    def element_spec(self) -> Any:
+        """Shapes and dtypes of batches: a nest of ``TensorSpec``; None if there are no batches.
+
+        To find out, this process loads the first two batches of the first worker.
+
+        Source: ``tf.distribute.DistributedDataset.element_spec``.
+        """
+        return self._dataset.element_spec
 
 
 def _release(owner: weakref.ref[ClusterCoordinator], uid: str) -> None:

@@ -122,15 +122,6 @@ NOWHERE = (0, -1, 0)
 """Stands for the global step in a configuration until the first push names it."""
 
 
-def checked_weight(weight: object) -> float:
-    """Return the weight of a push.
-
-    Raises:
-        ConfigurationError, ValueMismatchError: It is not a valid weight.
-    """
-    return check_weight(as_number("apply_gradients: weight", weight), "apply_gradients")
-
-
 def checked_step(operation: str, variable: object) -> Variable:
     """Return the global step that was given to ``operation``: stale gradients are detected by it.
 
@@ -455,7 +446,8 @@ class SyncReplicasOptimizer(Optimizer):
     ) -> PushResult:
         gradients, variables = self._settled_pairs(grads_and_vars) or self._checked(grads_and_vars)
         if weight != 1.0 or type(weight) is not float:
-            weight = checked_weight(weight)
+            number = as_number("apply_gradients: weight", weight)
+            weight = check_weight(number, "apply_gradients")
         step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)

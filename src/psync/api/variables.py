@@ -142,12 +142,10 @@ class Handle(AwaitFirst):
         return value
 
     async def read_value(self) -> np.ndarray:
-        """Return the value; TensorFlow's name of ``read``."""
+        """Return the value; TensorFlow's name of ``read``, as is ``value``."""
         return await self.read()
 
-    async def value(self) -> np.ndarray:
-        """Return the value; TensorFlow's other name of ``read``."""
-        return await self.read()
+    value = read_value
 
     async def assign(self, value: Any, *, atomic: bool = False) -> Self:
         """Set the value.

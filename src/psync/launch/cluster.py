@@ -308,7 +308,6 @@ class TaskCluster(ABC):
 
         Cancellation: Those that were started stay.
         """
-        changes((), (), number)  # is it a number?
         return await of_no_cell(self._change_to(self.resolver.platform.workforce, number))
 
     async def _change_to(self, workforce: Workforce, number: int) -> Collection[asyncio.Task[None]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -314,14 +314,13 @@ class Status:
             schema, expected = data["schema"], f"expected a status of schema {SCHEMA}"
             hint = "use the version of psync that the run uses"
             check_fits(schema == SCHEMA, expected, schema, hint, error=RemoteProtocolError)
-            reported = {
-                name: math.nan if value is None else float(value)
-                for name, value in data.pop("reported", {}).items()
+            data["reported"] = {
+                name: math.nan if value is None else value
+                for name, value in data.get("reported", {}).items()
             }
-            made = msgspec.convert(data, cls)
+            return msgspec.convert(data, cls)
         except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
-        return replace(made, reported=reported)
 
 
 # The status, made of counters.
@@ -445,7 +444,7 @@ def status_of(
             int(counters.get("step", 0)), pace("step"), _staleness(counted, groups), synchronous,
             bounds,
         ),
-        workers=_workers(bare.workers, closures, counted, groups, waiting, rate),
+        workers=tuple(_workers(bare.workers, closures, counted, groups, waiting, rate)),
         ps=tuple(
             ps_of(ps, each, rate, has_backups=has_backups) if each else ps
             for ps, each in zip(bare.ps, counted, strict=True)
@@ -505,13 +504,12 @@ def _workers(
     groups: Mapping[str, Any],
     waiting: Collection[str],
     rate: Rate,
-) -> tuple[WorkerStatus, ...]:
+) -> Iterator[WorkerStatus]:
     staleness: dict[str, int] = {}
     for each in counted:
         for task, steps in each.get("staleness", {}).get("newest", ()):
             staleness[task] = max(steps, staleness.get(task, 0))
     held = {each.worker: each for each in closures.workers}
-    workers: list[WorkerStatus] = []
     for worker in bare:
         task, state = worker.task, worker.state
         if (has := held.get(task)) is not None:
@@ -520,7 +518,7 @@ def _workers(
         pushes = Counter[str]()
         for group in groups.values():
             pushes.update(group["replicas"].get(task, {}))
-        worker = replace(
+        yield replace(
             worker,
             state="waiting" if state == "busy" and task in waiting else state,
             closures_per_s=rate(task),
@@ -529,8 +527,6 @@ def _workers(
             dropped=pushes["stale"],
             duplicates=pushes["duplicate"],
         )
-        workers.append(worker)
-    return tuple(workers)
 
 
 def _totals(counters: Mapping[str, Any]) -> dict[str, int]:

@@ -248,7 +248,7 @@ def read_run(path: Path) -> Run:
         data = json.loads(read_private(str(path), str(path)))
         schema, expected = data.pop("schema"), f"{path}: expected a run file of schema {SCHEMA}"
         check_fits(schema == SCHEMA, expected, schema, "use the version of psync that the run uses")
-        run = msgspec.convert(data, Run)
+        return msgspec.convert(data, Run)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
@@ -257,7 +257,6 @@ def read_run(path: Path) -> Run:
         raise
     except MISFITS as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
-    return run
 
 
 def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:

@@ -12,8 +12,9 @@ import asyncio
 import os
 import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,8 @@ class ClusterSource(ABC):
         asks_workers: For how many each status asks workers, too; answers are in a later one.
         reported: Values of the program's own, the newest by name.
         spans: What tasks have recorded, for a trace.
+        loop: That of the connections.
+        recorders: How those end that take statuses for reports.
     """
 
     def __init__(
@@ -95,8 +98,8 @@ class ClusterSource(ABC):
         self._cluster, self._variables = links, variables
         self._placement: tuple[ShardStatus, ...] = ()
         self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
-        self._loop = asyncio.get_running_loop()
-        self._began = self._loop.time()
+        self.loop = asyncio.get_running_loop()
+        self._began = self.loop.time()
         self._history = History(self._began)
         self._ps: dict[str, tuple[float, dict[str, Any]]] = {}  # loop time, counters
         self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}
@@ -107,12 +110,16 @@ class ClusterSource(ABC):
         )  # fmt: skip
         self.spans.watch_endpoint(links.endpoint)
         self.asks_workers = 0
+        self.recorders: dict[object, Callable[[], Awaitable[None]]] = {}
         self._reading = asyncio.Lock()
-        self._newest: tuple[float, float, Collection[str]] | None = None
-        """When ps tasks were last asked: the end, the beginning, and which of them were."""
+        self._fresh_until = self._asked_at = 0.0  # loop times: of ps tasks that were asked last
+        self._asked_ps: Collection[str] = ()
         self._is_closed = False
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+        running.add(self)
+        for begin_run in reports.values():
+            begin_run(self)
 
     async def status(self) -> Status:
         """Return the status as of now; numbers of ps tasks may be 0.2 s old.
@@ -123,31 +130,30 @@ class ClusterSource(ABC):
         Cancellation: Safe; others who ask get theirs.
         """
         async with self._reading:
-            if self._newest is None or self._loop.time() - self._newest[0] >= FRESH_S:
-                self._newest = await self._read()
-            _, began, asked = self._newest
+            if self.loop.time() >= self._fresh_until:
+                await self._read()
         if self._is_closed:
             raise ClosedError("status: the coordinator was closed")
-        return self._status(began, asked)
+        return self._status()
 
     async def close(self) -> None:
-        """Stop asking. Cancellation: safe."""
-        self._is_closed = True
-        self.spans.close()
-        await end_all([task for _, task in self._asked.values()])
+        """Let reports take a last status, and stop asking. Cancellation: safe."""
+        running.discard(self)
+        try:
+            await asyncio.gather(*(end() for end in self.recorders.values()))
+        finally:
+            self._is_closed = True
+            self.spans.close()
+            await end_all([task for _, task in self._asked.values()])
 
-    async def _read(self) -> tuple[float, float, Collection[str]]:
-        controls = self._controls()
-        asked = {
-            link.task: controls[link.task]
-            for link in self._cluster.ps.links
-            if link.task in controls
-        }
-        began = self._loop.time()
-        await asyncio.gather(*map(self._ask, asked.values()))
+    async def _read(self) -> None:
+        controls, self._asked_at = self._controls(), self.loop.time()
+        tasks = [link.task for link in self._cluster.ps.links]
+        self._asked_ps = [task for task in tasks if task in controls]
+        await asyncio.gather(*(self._ask(controls[task]) for task in self._asked_ps))
         if self.asks_workers and not self._is_closed:
             self._ask_workers()
-        return self._loop.time(), began, asked
+        self._fresh_until = self.loop.time() + FRESH_S
 
     def _controls(self) -> dict[str, Connection]:
         """Return a connection to each task that there is."""
@@ -160,13 +166,12 @@ class ClusterSource(ABC):
         return {"variables": names, "running": running}
 
     async def _ask(self, ps: Connection) -> None:
-        counters = await _counters_of(ps, self._loop.time() + PS_ANSWERS_WITHIN_S)
+        counters = await _counters_of(ps, self.loop.time() + PS_ANSWERS_WITHIN_S)
         if counters is not None:  # else its link sees to it, and the age of its counters shows it
-            self._ps[ps.task] = self._loop.time(), counters
+            self._ps[ps.task] = self.loop.time(), counters
 
-    def _status(self, began: float, asked: Collection[str]) -> Status:
-        """Return the status, ``asked`` ps tasks having been asked at ``began``."""
-        now = self._loop.time()
+    def _status(self) -> Status:
+        now = self.loop.time()
         variables = self._variables()
         if sum(len(each.shards) for each in variables) != len(self._placement):
             self._placement = placement_of(variables)  # a longer one: they stay where they are
@@ -174,7 +179,7 @@ class ClusterSource(ABC):
         tasks, counted = [], []
         for link in self._cluster.ps.links:
             at, counters = self._ps.get(link.task, (None, {}))
-            answered = link.task not in asked if at is None else at >= began
+            answered = link.task not in self._asked_ps if at is None else at >= self._asked_at
             state = "silent" if link.state == "connected" and not answered else link.state
             age_s = None if at is None else now - at
             tasks.append(PsStatus(link.task, link.address, state, age_s))
@@ -199,6 +204,13 @@ class ClusterSource(ABC):
 
     def _counters(self) -> dict[str, float]:
         return {}
+
+
+running: weakref.WeakSet[ClusterSource] = weakref.WeakSet()
+"""Sources of this process, from their beginning to ``close``."""
+
+reports: dict[object, Callable[[ClusterSource], None]] = {}
+"""Of reports that are open: what tells them of another source."""
 
 
 class StatusSource(ClusterSource):
@@ -231,8 +243,8 @@ class StatusSource(ClusterSource):
         due = [name for name in peers if name not in self._asked]
         due.sort(key=lambda name: self._worked[name][0] if name in self._worked else 0.0)
         for name in due[:ASKED_AT_ONCE]:  # those first whose answer is the oldest
-            task = self._loop.create_task(self._ask_worker(name, peers[name]))
-            self._asked[name] = self._loop.time(), task
+            task = self.loop.create_task(self._ask_worker(name, peers[name]))
+            self._asked[name] = self.loop.time(), task
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
         try:
@@ -242,7 +254,7 @@ class StatusSource(ClusterSource):
         if work := (counters or {}).get("work"):
             known = self._worked.get(name)
             shares = None if known is None else shares_of(known[1], work)
-            self._worked[name] = self._loop.time(), work, shares
+            self._worked[name] = self.loop.time(), work, shares
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
         coordinator = self._coordinator

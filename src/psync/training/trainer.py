@@ -25,10 +25,8 @@ import asyncio
 import copy
 import functools
 import inspect
-import itertools
 import logging
 import math
-import operator
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -47,16 +45,16 @@ from psync.api.variables import get_or_create_global_step
 from psync.callbacks import Callback
 from psync.client.context import current_closure, forbid_in_step
 from psync.closures.closure import State
-from psync.errors import ConfigurationError, EndOfData, ValueMismatchError
+from psync.errors import ConfigurationError, EndOfData, UsageError, ValueMismatchError
 from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
 from psync.serialization.payloads import text_of
 from psync.serialization.remote_value import RemoteValue
-from psync.specs import checked_integer, checked_kind, plain_array
+from psync.specs import checked_integer, checked_kind
 from psync.status.progress import Progress, kind_of
 from psync.store.untrusted_json import Whole, read_json, to_json, wrong
 from psync.training.checkpoint import Checkpoint, CheckpointManager, by_name
-from psync.worker.data_sources import ArrayDataset, leaves_of, map_nest
+from psync.worker.data_sources import ArrayDataset
 
 logger = logging.getLogger(__name__)
 
@@ -444,20 +442,9 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
         return [functools.partial(data, number, num_shards) for number in range(num_shards)]
     if isinstance(data, tuple) and any(map(_is_of_rows, data)):
         try:
-            arrays = map_nest(plain_array, data)
-        except (TypeError, ValueError) as exc:
-            raise ConfigurationError(f"validation data: expected arrays, got {exc}") from exc
-        found = leaves_of(arrays)
-        lengths = {len(array) if array.ndim else -1 for array in found}
-        if len(lengths) != 1 or min(lengths) < 1:
-            raise ConfigurationError(
-                "validation data: expected arrays of one length, at least 1, got shapes "
-                f"{[array.shape for array in found]}"
-            )
-        cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
-        parts = [slice(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
-        shards = [map_nest(operator.itemgetter(part), arrays) for part in parts]
-        return [ArrayDataset(shard, batch_size) for shard in shards]
+            return ArrayDataset(data, batch_size).cut(num_shards)
+        except UsageError as exc:
+            raise ConfigurationError(f"validation data: {exc.message}", hint=exc.hint) from exc
     if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
         if any(map(_is_of_rows, data)):
             raise ConfigurationError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -332,10 +333,8 @@ class _Shuffled(Dataset):
     """Parts that are read in each epoch, in an order of its own if there is a seed."""
 
     def __init__(self, shuffle_seed: int | None, num_epochs: int | None) -> None:
-        self.shuffle_seed = (
-            None if shuffle_seed is None else integer("shuffle_seed", shuffle_seed, 0, ", or None")
-        )
-        self.num_epochs = None if num_epochs is None else integer("num_epochs", num_epochs, 1)
+        self.shuffle_seed = integer("shuffle_seed", shuffle_seed, 0, ", or None")
+        self.num_epochs = integer("num_epochs", num_epochs, 1)
 
     def _orders(self, size: int, order: int) -> Iterator[Any]:
         """Yield the indices of each epoch, a range or an array; ``order``: see ``elements``."""
@@ -360,7 +359,7 @@ class ArrayDataset(_Shuffled):
     ) -> None:
         self._arrays = _stacked(arrays)
         self.num_rows = _common_length(leaves_of(self._arrays))
-        self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
+        self.batch_size = integer("batch_size", batch_size, 1)
         super().__init__(shuffle_seed, num_epochs)
         self.drop_remainder = drop_remainder
         fits = not drop_remainder or self.num_rows >= (self.batch_size or 1)
@@ -374,6 +373,13 @@ class ArrayDataset(_Shuffled):
         for rows in itertools.islice(self._rows(order), first, None, step):
             yield map_nest(functools.partial(_taken, rows), self._arrays)
 
+    def cut(self, count: int) -> list[ArrayDataset]:
+        """Return datasets of consecutive rows: so many, or one for each row if there are fewer."""
+        ends = np.linspace(0, self.num_rows, count + 1).astype(int)
+        parts = [slice(start, end) for start, end in itertools.pairwise(ends) if start < end]
+        arrays = [map_nest(operator.itemgetter(part), self._arrays) for part in parts]
+        return [ArrayDataset(each, self.batch_size) for each in arrays]
+
     def _rows(self, order: int) -> Iterator[Any]:
         """Yield what indexes the rows of each batch, or of each single row."""
         size = self.batch_size or 1
@@ -386,15 +392,10 @@ class ArrayDataset(_Shuffled):
     @property
     def element_spec(self) -> Any:
         """The ``TensorSpec`` of its batches; the last batch may be smaller than the others."""
-        size = self.batch_size
-        even = self.drop_remainder or self.num_rows % (size or 1) == 0
-
-        def spec(array: NDArray[Any]) -> Any:
-            one = spec_of([array[0]])
-            batch = () if size is None else (size if even else None,)
-            return TensorSpec((*batch, *one.shape), one.dtype)
-
-        return map_nest(spec, self._arrays)
+        spec = spec_of(itertools.islice(self, 1))
+        if self.drop_remainder or self.num_rows % (self.batch_size or 1) == 0:
+            return spec
+        return map_nest(lambda one: TensorSpec((None, *one.shape[1:]), one.dtype), spec)
 
 
 class FileDataset(_Shuffled):
@@ -585,13 +586,14 @@ def _arrays_in(source: Any) -> str:
 # Checks.
 
 
-def integer(name: str, value: Any, least: int, also: str = "") -> int:
-    """Return ``value`` if it is an integer of at least ``least``.
+def integer(name: str, value: Any, least: int, also: str = "") -> int | None:
+    """Return ``value`` if it is an integer of at least ``least``, or None.
 
     Raises:
         ConfigurationError: If not.
     """
-    return checked_integer(f"{name}: expected an integer of at least {least}{also}", value, least)
+    expected = f"{name}: expected an integer of at least {least}{also}"
+    return None if value is None else checked_integer(expected, value, least)
 
 
 def _stacked(arrays: Any) -> Any:

@@ -73,7 +73,6 @@ class WorkerIterator:
         # What loader and steps share. Re-entrant: without a thread, a step is the loader.
         self._changed = threading.Condition(threading.RLock())
         self._batches: deque[Any] = deque()
-        self._is_built = True  # False: it could not be, and ``_end`` says why
         self._end: BaseException | None = None  # raised once all batches are handed out
         self._end_traceback: TracebackType | None = None
         self._closed = False
@@ -166,7 +165,7 @@ class WorkerIterator:
             await asyncio.wrap_future(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
-        if self._end is not None and not self._is_built:
+        if isinstance(self._end, ClosureInputError):  # it could not be built
             raise self._end.with_traceback(self._end_traceback)
 
     # The loader.
@@ -203,7 +202,6 @@ class WorkerIterator:
         try:
             return open_dataset(self._dataset_fn, self._context)
         except BaseException as exc:
-            self._is_built = False
             raise ClosureInputError(
                 f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
             ) from exc

@@ -28,20 +28,26 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import msgspec
 
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
-from psync.errors import ConfigurationError, RemoteProtocolError, check_fits, os_errors
+from psync.errors import (
+    ConfigurationError,
+    PsyncError,
+    RemoteProtocolError,
+    UsageError,
+    check_fits,
+    os_errors,
+    other_loop,
+)
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
 from psync.status.model import MISFITS, ShardStatus, Status
 from psync.status.run_files import replacing
-
-if TYPE_CHECKING:
-    from psync.status.sampling import ClusterSource
+from psync.status.sampling import ClusterSource, reports, running
 
 logger = logging.getLogger(__name__)
 
@@ -481,6 +487,80 @@ class Recorder:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(INTERVAL_S):
                         await self._closing.wait()
+
+
+class report:
+    """Write an HTML file that shows a run as the dashboard does, and opens offline.
+
+    The report covers every coordinator and training session of this process that runs within the
+    context, including those that already run when it begins. It takes one sample per second. The
+    file is written when the context ends, including after an error.
+
+    Args:
+        path: Path of the file, "….html"; an existing file is replaced. If the file cannot be
+            written at the end, it is written to the folder for temporary files, and a warning names
+            it.
+
+    Raises:
+        ConfigurationError: When it is entered: the folder is missing or not writable.
+        UsageError: The same object is entered again; or coordinators run on another event loop.
+
+    Cancellation: The report of the run so far is written.
+
+    Example:
+        async with psync.report("run.html"):
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                ...
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # None: not entered
+        self._log: RunLog  # in it
+        self._has_run = False
+
+    async def __aenter__(self) -> None:
+        if self._folder is not None:
+            raise UsageError("report: it can be entered only once", hint="create a new one")
+        self._loop = asyncio.get_running_loop()
+        if running and all(run.loop is not self._loop for run in running):
+            raise other_loop("report")
+        check_path(self._path)
+        self._folder = tempfile.TemporaryDirectory(prefix="psync-report-")
+        program = os.path.basename(sys.argv[0] if sys.argv else "")
+        self._log = RunLog(Path(self._folder.name, "run.jsonl"), program)
+        reports[self] = self._begin_run
+        for run in running:
+            self._begin_run(run)
+
+    def _begin_run(self, run: ClusterSource) -> None:
+        """Note what happens in a run from now on, unless it is on another event loop."""
+        if run.loop is self._loop:
+            self._has_run, recorder = True, Recorder(run, self._log)
+            run.recorders[self] = recorder.close
+            recorder.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._folder is not None, "it was entered"
+        if asyncio.get_running_loop() is not self._loop:
+            raise other_loop("the end of a report")
+        reports.pop(self, None)
+        path = self._path
+        try:
+            for run in list(running):
+                if (end := run.recorders.pop(self, None)) is not None:
+                    await end()
+            if not self._has_run:
+                raise ConfigurationError("no coordinator has run")
+            await asyncio.to_thread(self._log.close)
+            written = await asyncio.to_thread(write_report, self._log.path, path)
+            if written != path:
+                logger.warning("report %s cannot be written; it is in %s instead", path, written)
+        except (PsyncError, OSError) as exc:  # never worth the result of a run
+            logger.warning("no report was written: %s", exc)
+        finally:
+            self._log.close()
+            self._folder.cleanup()
 
 
 _begun: set[str] = set()
