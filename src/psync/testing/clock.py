@@ -336,7 +336,8 @@ class VirtualClockLoop(LoopBase):
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         """Call ``callback(*args)`` in the next pass of the loop."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if self._thread is not None and self._thread != threading.get_ident():
             raise RealWorldError(
                 "another thread called into a loop with a virtual clock: threads run at their own "
@@ -367,7 +368,8 @@ class VirtualClockLoop(LoopBase):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Call ``callback(*args)`` at the virtual time ``when``; ``math.inf`` means never."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         if len(self._timers) >= self._prune_at:
             self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
@@ -483,7 +485,7 @@ class VirtualClockLoop(LoopBase):
             raise self._deadlock(f"{SPIN_PASSES} passes of the loop did not let the clock move")
         for _ in range(len(self._ready) + len(self._steps)):
             handle = self._next()
-            if not handle._cancelled:  # type: ignore[attr-defined]
+            if not handle._cancelled:
                 handle._run()
 
     def _move_on(self) -> None:

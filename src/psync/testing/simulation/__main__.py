@@ -42,7 +42,7 @@ from psync.testing.simulation.watch import MARKS, MUST_BE_REACHED_BY
 NOISE = ("bytes", "message", "place")
 """Entries of a trace that are shown only if they are asked for."""
 
-CHUNK = 250
+CHUNK = 500
 """Seeds that run between two entries of ``--keep``."""
 
 

@@ -34,7 +34,7 @@ from psync.testing.simulation.run import Report, simulate
 SEED_LIMIT_S = 120.0
 """Of a wall clock, which no seed reaches by far."""
 
-JOBS_OF_A_CHILD = 200
+JOBS_OF_A_CHILD = 500
 """After so many it is replaced by a fresh one."""
 
 BUGS = ("AttributeError", "NameError", "TypeError", "values to unpack")
