@@ -16,8 +16,8 @@ import numpy as np
 
 from psync.errors import ConfigurationError, UsageError
 from psync.integrations.dask_tasks import here_by_token
-from psync.specs import plain_array
-from psync.worker.data_sources import ArrayDataset, FileDataset, integer
+from psync.specs import checked_integer, plain_array
+from psync.worker.data_sources import ArrayDataset, FileDataset
 
 
 def dataset(
@@ -67,7 +67,7 @@ def dataset(
         )
     partitions = [_Partition(parts) for parts in zip(*columns, strict=True)]
     reader = _Batches(
-        integer("batch_size", batch_size, 1),
+        checked_integer("batch_size: expected an integer of at least 1", batch_size, 1),
         tuple(names) if names is not None else None,
         isinstance(data, tuple),
     )

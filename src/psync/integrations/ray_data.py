@@ -14,7 +14,8 @@ from typing import Any
 import ray
 
 from psync.errors import ConfigurationError
-from psync.worker.data_sources import ArrayDataset, FileDataset, integer
+from psync.specs import checked_integer
+from psync.worker.data_sources import ArrayDataset, FileDataset
 
 
 def dataset(
@@ -54,7 +55,9 @@ def dataset(
     if not hasattr(data, "to_numpy_refs"):
         raise ConfigurationError(f"data: expected a ray.data.Dataset, got {type(data).__name__}")
     blocks = [_Block(reference) for reference in data.to_numpy_refs()]
-    reader = _Batches(integer("batch_size", batch_size, 1))
+    reader = _Batches(
+        checked_integer("batch_size: expected an integer of at least 1", batch_size, 1)
+    )
     return FileDataset(blocks, reader, shuffle_seed=shuffle_seed, num_epochs=num_epochs)
 
 

@@ -28,7 +28,7 @@ Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", whose residual t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def checked_compression(what: str, value: object) -> Compression | None:
     """
     fits = value is None or (isinstance(value, str) and value in _NARROW)
     check_fits(fits, f'{what}: expected "bf16", "f16" or None as compression', value)
-    return value
+    return cast("Compression | None", value)
 
 
 def narrow_dtype(kind: Compression) -> np.dtype:
