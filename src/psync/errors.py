@@ -372,9 +372,9 @@ class CheckpointNotFound(CheckpointError, LookupError):
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint is damaged; nothing was restored from it."""
 
-    def __init__(self, message: str = "") -> None:
-        hint = "restore an older checkpoint; this one was changed or damaged after saving"
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        older = "restore an older checkpoint; this one was changed or damaged after saving"
+        super().__init__(message, hint=hint or older)
 
 
 class CheckpointMismatch(CheckpointError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -127,7 +127,7 @@ async def test_no_cut_waits_for_one_that_is_refused_for_its_size(variable_set: b
     await stage.begin()
     stage.create(W, "w", np.zeros(2, np.float32))
     rule = SGD(1.0).to_config()
-    known = replace(config(1), optimizer=rule).to_config() if variable_set else rule
+    known = msgspec.structs.replace(config(1), optimizer=rule).to_config() if variable_set else rule
     plan = planned(DefinePlan(0, [W], 1, known, variable_set=variable_set))
     said: list[Any] = []
     stage.ask(WORKER, Update(1, 0, -1, 0, plan.plan), [bytes(12)], said.append)

@@ -211,7 +211,7 @@ def deep(depth: int) -> Any:
         ("progress", {"__class__": "x"}, "expected names of values, got '__class__'"),
         ("progress", {"x": deep(100)}, "would be restored differently"),
         ("fit", {"epoch": 3, "history": {}}, "epoch: expected `array`, got 3"),
-        ("fit", {"epoch": [0], "history": {"a": ["x"]}}, r"\[0\]: expected `float`, got {'a'"),
+        ("fit", {"epoch": [0], "history": {"a": ["x"]}}, r"'a'\]\[0\]: expected `float`, got 'x'"),
         ("fit", {"epoch": [0], "history": {}, "repeated": [1, 2]}, "expected one for each epoch"),
         ("fit", {"epoch": [0], "history": {}, "owed": -1}, "owed: expected `int` >= 0, got -1"),
         ("own", "text", r"'own' is no state of Own: TypeError\('can only concatenate"),

@@ -21,7 +21,7 @@ from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.backups.primary import BackupSender
 from psync.checkpoints import files
-from psync.chief import declarations, gangs, links
+from psync.chief import declarations, gangs
 from psync.chief.declarations import Creation
 from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
@@ -47,11 +47,11 @@ from psync.store import snapshot, snapshot_state
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
-from psync.sync import step
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
+from psync.sync.step import KnownGroup
 from psync.sync.step_closer import AllPs, StepCloser
 from psync.sync.steps import Group, SyncSteps
 from psync.testing.simulation import wrong
@@ -273,7 +273,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "average_of_one_shard": Mutant(
         "each step moves the averages of all shards", ("sync",),
-        ((step, "averages_of", wrong.without_the_last),),
+        ((KnownGroup, "averages", wrong.without_the_last),),
     ),
     "backup_forgets_nothing": Mutant(
         "a backup does each entry, also those that nobody waits for", ("replica",),
@@ -340,8 +340,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "lost_without_name": Mutant(
         "who ends because somebody is lost names who that is", ("gone",),
-        ((TaskLost, "__init__", wrong.says_no_name),
-         (links, "_did_not_come_up", wrong.of_nobody)),
+        ((TaskLost, "__init__", wrong.says_no_name),),
     ),
     "close_leaves_tasks": Mutant(
         "a coordinator that is closed leaves nothing running", ("replica",),

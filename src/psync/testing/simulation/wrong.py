@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import ANY
@@ -310,8 +311,8 @@ def allows_one_more(original: Callable[..., Any]) -> Any:
     return bound
 
 
-def without_the_last(original: Callable[..., Any]) -> Any:
-    return lambda *args: original(*args)[:-1]
+def without_the_last(original: functools.cached_property[Any]) -> Any:
+    return property(lambda group: original.func(group)[:-1])
 
 
 @_unnoticed
@@ -351,10 +352,6 @@ def says_no_name(original: Callable[..., Any]) -> Any:
 
 def only_renames(original: Callable[..., Any]) -> Any:
     return lambda path: path.rename(path.with_name(path.name + ".tmp"))
-
-
-def of_nobody(original: Callable[..., Any]) -> Any:
-    return lambda timeout_s, missing: original(timeout_s, [("somebody", at) for _, at in missing])
 
 
 async def nothing(*_: Any) -> None:
