@@ -238,3 +238,17 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
         optimizers.Adam(clipnorm=1.0, clipvalue=1.0)
     with pytest.raises(TypeError, match=r"^SGD\(\) got .* 'momentom'; did you mean 'momentum'"):
         optimizers.SGD(momentom=0.9)  # type: ignore[call-arg]
+
+
+def test_a_subclass_takes_the_arguments_that_it_wants() -> None:
+    class Usual(optimizers.SGD):
+        def __init__(self) -> None:
+            super().__init__(0.5, momentum=0.9)
+
+    class Misspelt(optimizers.SGD):
+        def __init__(self, rate: float) -> None:
+            super().__init__(rate, clipnrom=rate)  # type: ignore[call-arg]
+
+    assert Usual().get_config()["momentum"] == 0.9
+    with pytest.raises(TypeError, match="'clipnrom'; did you mean 'clipnorm'"):
+        Misspelt(0.5)

@@ -515,10 +515,11 @@ class Optimizer:
         optimizers_here().add_new(self)
 
     def _check_names(self, options: Iterable[str]) -> None:
-        *own, _ = inspect.signature(type(self)).parameters  # the last one is ``options``
-        known = [*own, *Options.__annotations__]
         for name in options:
             if name not in Options.__annotations__:
+                taken = inspect.signature(type(self)).parameters.values()
+                own = [each.name for each in taken if each.kind is not each.VAR_KEYWORD]
+                known = [*own, *Options.__annotations__]
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(known)}"
                 text = f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
