@@ -123,6 +123,23 @@ def test_a_default_rate_and_initial_values_of_slots() -> None:
     assert Filled(initial_sums_value=2).initial_slot("sums") == 2
 
 
+def test_it_may_have_an_initialization_of_its_own() -> None:
+    @rules.register
+    class Initialized(rules.UpdateRule):
+        name = "tests.initialized"
+        factor: float = 0.5
+
+        def __post_init__(self) -> None:
+            self.twice = 2 * self.factor
+
+        def update(self, value: Any, slots: Any, gradient: Any, step: rules.Step) -> Any:
+            return value - step.learning_rate * self.twice * gradient
+
+    found, _ = run(Initialized(0.1), FLOAT32, chunk=300)
+    expected, _ = run(SGD(0.1), FLOAT32, chunk=300)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_what_it_raises_is_the_cause_and_nothing_is_written() -> None:
     rule = own_rules.Momentum(0.1)
     param, slots = start(rule, 10, FLOAT32)

@@ -216,10 +216,13 @@ class UpdateRule(ABC):
     slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
     temporaries = 2  # scratch arrays that ``_update`` needs, at least 1
     options = RuleOptions()
-    learning_rate: Any = 0.001  # a ``Schedule``, once the rule is made
+    learning_rate: Any = 0.001  # a ``Schedule``, once it is set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not after it is made: a user's ``__post_init__`` may be another one.
+        super().__setattr__(name, as_schedule(value) if name == "learning_rate" else value)
 
     def __post_init__(self) -> None:
-        self.learning_rate = as_schedule(self.learning_rate)
         for argument in fields(self)[1:]:
             value = getattr(self, argument.name)
             if isinstance(argument.default, bool):
