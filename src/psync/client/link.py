@@ -274,7 +274,7 @@ class PsLink:
             return lost
         if failed is not None:
             return failed
-        if self.incarnation not in (None, peer.incarnation):
+        if self.lost is not None or self.incarnation not in (None, peer.incarnation):
             peer.close()
             return self._declare_lost(f"at {self.address} was restarted and has lost its shards")
         self.incarnation = peer.incarnation
