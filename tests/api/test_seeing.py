@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import shutil
@@ -16,6 +17,7 @@ from psync.api.cluster_coordinator import MAX_REPORTED
 from psync.errors import ClosedError, ConfigurationError, UsageError
 from psync.status.dashboard.run_log import FinishedRun
 from psync.status.model import ShardStatus
+from psync.status.sampling import running
 
 
 async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
@@ -141,6 +143,17 @@ async def test_a_report_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it can be entered only once"):
         async with report:
             pass
+
+
+async def test_a_coordinator_that_was_refused_is_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster_of() as cluster, psync.report(tmp_path / "run.html"):
+        coordinator = psync.ClusterCoordinator(cluster.strategy(), metrics="nowhere")
+        with pytest.raises(ConfigurationError, match='metrics: expected "HOST:PORT"'):
+            await coordinator.start()
+        assert all(run.loop is not asyncio.get_running_loop() for run in running)
+    assert "no coordinator has run" in caplog.text
 
 
 async def test_a_report_whose_log_has_vanished_never_costs_the_result_of_a_run(

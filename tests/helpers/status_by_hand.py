@@ -43,6 +43,7 @@ class Source:
             await asyncio.Event().wait()
         return self.answer
 
+    def begin(self) -> None: ...
     async def close(self) -> None: ...
 
 

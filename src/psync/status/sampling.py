@@ -117,6 +117,9 @@ class ClusterSource(ABC):
         self._is_closed = False
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+
+    def begin(self) -> None:
+        """Let reports take statuses from now on, until ``close``."""
         running.add(self)
         for begin_run in reports.values():
             begin_run(self)

@@ -90,6 +90,7 @@ class ServedStatus:
 
         Cancellation: ``close`` still has to be called; so it is after an error.
         """
+        self.source.begin()
         if self._http is not None:
             await self._stack.enter_async_context(self._http)
         if self._is_served:
