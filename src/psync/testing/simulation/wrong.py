@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import ANY
@@ -311,7 +310,7 @@ def allows_one_more(original: Callable[..., Any]) -> Any:
     return bound
 
 
-def without_the_last(original: functools.cached_property[Any]) -> Any:
+def without_the_last(original: Any) -> Any:
     return property(lambda group: original.func(group)[:-1])
 
 
