@@ -9,10 +9,10 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 40_974,
+    "core": 40_975,
     "src": 57_583,
-    "nodes": 556_078,
-    "tests": 88_612,
+    "nodes": 556_090,
+    "tests": 88_615,
     "net": 4_371,
     "api": 3_364,
     "store": 2_688,
@@ -33,8 +33,8 @@ SIZES = {
     "replicas": 641,
     "compat": 649,
     "serialization": 804,
-    "checkpoints": 784,
-    "testing": 10_505,
+    "checkpoints": 785,
+    "testing": 10_504,
     "integrations": 4_609,
     "bench": 1_495,
 }

@@ -53,7 +53,10 @@ async def test_a_number_may_be_given_once(tmp_path: Path) -> None:
         assert (await manager.save(checkpoint_number=120)).name == "ckpt-00000120"
         with pytest.raises(CheckpointError, match="already exists"):
             await manager.save(checkpoint_number=120)
-        assert (await manager.save()).name == "ckpt-00000121"
+        path = await manager.save()
+        assert path.name == "ckpt-00000121"
+        (path / "COMMIT").unlink()
+        assert (await manager.save()).name == "ckpt-00000122"
 
 
 async def test_what_a_program_left_that_died_over_a_checkpoint_goes_with_the_next_save(

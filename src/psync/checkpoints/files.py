@@ -325,7 +325,8 @@ class Writer:
             # Not Path.exists, which takes what cannot be read for absent.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 (self.directory / self.name).stat()
-                raise CheckpointError(f"{self.directory / self.name}: already exists")
+                hint = "save under another number, or move it away"
+                raise CheckpointError(f"{self.directory / self.name}: already exists", hint=hint)
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)
             if self.nonce:
@@ -587,8 +588,11 @@ class Reader:
 # --- directories ---------------------------------------------------------------------------------
 
 
-def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+def checkpoints_in(directory: Path, *, damaged: bool = False) -> list[tuple[int, Path]]:
     """Return (number, path) of the complete checkpoints in a directory, the oldest first.
+
+    Args:
+        damaged: Also those that have lost what says that they are complete.
 
     Raises:
         CheckpointError: The directory is none, or cannot be read. If it is not there it is empty.
@@ -601,7 +605,7 @@ def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
     ):
         for entry in entries:
             match = re.fullmatch(r"ckpt-(\d{1,18})", entry.name)
-            if match and is_complete(Path(entry.path)):
+            if match and (damaged or is_complete(Path(entry.path))):
                 found.append((int(match[1]), Path(entry.path)))
     return sorted(found)
 

@@ -1110,7 +1110,7 @@ async def _written(
     try:
         with files.disk_errors(str(directory)):
             if number is None:
-                found = await in_thread(files.checkpoints_in, directory)
+                found = await in_thread(lambda: files.checkpoints_in(directory, damaged=True))
                 number = found[-1][0] + 1 if found else 1
             name = f"ckpt-{number:08d}"
             await in_thread(
