@@ -58,9 +58,9 @@ async def test_the_directory_is_not_read_on_the_loop(
 ) -> None:
     threads: list[int] = []
 
-    def noting(*arguments: Any) -> Any:
+    def noting(*arguments: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
-        return checkpoints_in(*arguments)
+        return checkpoints_in(*arguments, **options)
 
     async with training():
         manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
