@@ -195,17 +195,26 @@ def test_a_damaged_checkpoint_is_passed_over() -> None:
     assert [cluster.done(), cluster.done()] == [[RESTORE], [("rolled_back", (0,)), ADOPT]]
 
 
-def test_what_no_checkpoint_can_bring_back_is_the_end_of_all_ps_tasks() -> None:
+@pytest.mark.parametrize(
+    ("cause", "hint"),
+    [
+        (CheckpointError("there is no checkpoint yet", hint="save one"), "save one"),
+        (OSError("there is no checkpoint here"), "restart the program"),
+    ],
+)
+def test_what_no_checkpoint_can_bring_back_is_the_end_of_all_ps_tasks(
+    cause: Exception, hint: str
+) -> None:
     cluster = Cluster(None, None)
     cluster.lose(1)
-    cause = CheckpointError("there is no checkpoint yet", hint="save one")
     ((end, error, all_lost, _),) = cluster.fail(cause)
     assert end == "end"
     assert all_lost
     assert str(error).startswith(
         "/job:ps/task:1 was lost, and the rollback to a checkpoint failed: there is no checkpoint"
     )
-    assert error.hint == "save one"
+    assert error.hint is not None
+    assert error.hint.startswith(hint)
     assert cluster.rule.gone is error
 
 

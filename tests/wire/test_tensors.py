@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as npst
 
 from psync.errors import PartitionError
 from psync.specs import DTYPE_NAMES, dtype_of
-from psync.wire.tensors import array_from_bytes, to_bytes_view, to_bytes_views
+from psync.wire.tensors import array_from_bytes, cut, to_bytes_view, to_bytes_views
 
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 READ_ONLY = BASE.copy()
@@ -135,3 +135,12 @@ def test_any_array_comes_back_bit_for_bit(array: np.ndarray, order: str, big: bo
     back = array_from_bytes(bytes(to_bytes_view(sent)), shape, name)
     assert back.shape == shape
     assert back.tobytes() == raw
+
+
+@given(st.lists(st.binary(max_size=5), max_size=6), st.data())
+def test_a_body_is_cut_wherever_its_views_end(views: list[bytes], data: st.DataObject) -> None:
+    body = b"".join(views)
+    ends = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=5)))
+    parts = [body[start:end] for start, end in zip([0, *ends], [*ends, len(body)], strict=True)]
+    segments = cut([memoryview(view) for view in views], [len(part) for part in parts])
+    assert [b"".join(pieces) for pieces in segments] == parts
