@@ -54,6 +54,28 @@ def test_the_design_page_lists_the_packages_in_the_order_of_the_law() -> None:
     assert [min(row) for row in rows] == sorted(min(row) for row in rows)
 
 
+def test_the_design_page_says_why_a_module_or_class_of_the_core_is_wide() -> None:
+    page = (TESTS.parent / "docs" / "design.md").read_text()
+    table = page.partition("A module of the core (")[2].partition("## Tasks and connections")[0]
+    named = set(re.findall(r"`([\w.]+)`", table))
+
+    def is_core(module: str) -> bool:
+        return module.split(".")[0] not in ("__init__", "testing", "bench", "integrations")
+
+    core = {name: path for name, path in MODULES.items() if is_core(name)}
+    wide = {
+        name
+        for name, path in core.items()
+        if len({each for _, each in own_imports_in(path) if is_core(each)}) > 12
+    }
+    for path in core.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = {each.name for each in node.body if hasattr(each, "args")}
+                wide |= {node.name} if len(methods) > 25 else set()
+    assert wide <= named, f"docs/design.md does not say why: {sorted(wide - named)}"
+
+
 def test_a_package_knows_the_packages_of_rows_before_its_own() -> None:
     breaches = [
         f"{path}:{line}: {LAW[row_of(module)]!r} must not import psync.{name}, "

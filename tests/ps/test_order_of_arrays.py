@@ -30,6 +30,8 @@ async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> 
         push = Update(number, 0, -1, 0, planned(DefinePlan(0, [W], 1)).plan)
         stage.ask(WORKER, push, [gradient], said.append)
     stage.ask(CHIEF, message, () if body is None else [body.tobytes()], said.append)
+    waiting = stage.serving.services.statistics()["waiting"]
+    assert waiting == {"gate": 0, "lock": 0, "backup": 0, "compute": 3}  # there is no backup
     await settle()
     assert all(isinstance(each, Reply) for each in said)
     assert len(said) == 3

@@ -362,7 +362,9 @@ class UpdateGate(Changing):
     @property
     def num_waiting(self) -> int:
         """How many messages wait here, and not for a lock."""
-        return self.held_back.total() - len(self._locked_out)
+        return sum(
+            count for message, count in self.held_back.items() if message not in self._locked_out
+        )
 
     def describe(self) -> list[str]:
         """Say which cut is being taken, and who waits for it; for reports."""

@@ -11,7 +11,7 @@ paired (``store.commit_log``), so whatever is answered, sent or read afterwards 
 too (it *has* what it has acknowledged). A backup executes the same entries by the same code, so it
 gets the same bits and the same answers. While a copy for a backup is made, entries are kept for it
 and judged all the same. A synchronous push is answered later, with its token, when a step is closed
-(``sync.steps``).
+(``sync.steps``). A read is no entry: it is answered from what has been executed (``ps.pulls``).
 
 Gates, and locks of variables, are passed before a message gets its number. From then on it waits
 only for the backup, for the entries before it, and for computes of what it touches. An entry whose
@@ -110,6 +110,11 @@ class Executor:
     def waiting(self) -> int:
         """Entries that are not executed."""
         return len(self._queue) + (self._busy is not None)
+
+    @property
+    def num_unreleased(self) -> int:
+        """Entries that wait for the backup; not counted: those that wait behind them."""
+        return sum(entry.number > self.log.released for entry in self._queue)
 
     # Entries.
 

@@ -215,6 +215,7 @@ class PsServices:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of all services."""
+        unreleased = self.executor.num_unreleased
         return {
             "iterations": self.store.iterations,
             "pulls": self.pulls.pulls,
@@ -225,8 +226,8 @@ class PsServices:
             "waiting": {
                 "gate": self.gate.num_waiting,
                 "lock": self.locks.num_waiting,
-                "backup": self.executor.waiting,
-                "compute": self.executor.computes.waiting,
+                "backup": unreleased,
+                "compute": self.executor.waiting - unreleased + self.executor.computes.waiting,
             },
             "store": self.store.statistics(),
             "ledger": self.ledger.statistics(),

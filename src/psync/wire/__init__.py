@@ -7,7 +7,9 @@ has all messages.
 To add a message: a class in ``messages``, with the next number (``codec.Message`` refuses one
 that is taken); a line of golden bytes in ``tests/wire/test_messages.py``; a handler in the
 service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task`` and
-``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.LOGGED``, or its
+``coordinator`` gather. A handler is ``net.connection.Handler(run)``, or ``Handler(run, prepare)``
+for a message with a body: ``run`` gets the ``Request``, and answers it once, then or later. What
+changes a ps and is no update belongs in ``logged`` of ``ps_services.PsServices.handlers``, or its
 backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both are for creation,
 updates, synchronous parts, locks, pulls and the gate; other services guard and submit by
 themselves. Who sends one to a ps makes a ``Call`` of it, or asks with ``PsLink.call``
