@@ -564,3 +564,31 @@ async def test_a_checkpoint_with_snapshots_of_an_earlier_version_is_read() -> No
         started = np.arange(14, dtype=np.float32).reshape(7, 2)
         np.testing.assert_allclose(await w.read(), started - 0.2, atol=1e-5)
         assert await adam.iterations.read() == 2
+
+
+async def test_a_checkpoint_of_a_synchronous_run_of_an_earlier_version_is_read() -> None:
+    """Four steps with momentum, and an accumulator of which somebody had taken."""
+    path = Path(__file__).parent / "golden" / "checkpoints" / "with-groups"
+    states = [each.state for each in stored_snapshots(path)]
+    assert [(len(state.groups), len(state.accumulators)) for state in states] == [(1, 1), (1, 0)]
+    async with training(3, 1, psync.FixedShardsPartitioner(3)) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros((7, 2), np.float32), name="w")
+            taken = psync.Variable(np.zeros(3, np.float32), name="taken")
+            step = psync.get_or_create_global_step()
+            optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.5, momentum=0.9), 2, 2)
+        checkpoint = psync.Checkpoint(w=w, opt=optimizer, taken=taken, gs=step)
+        restored = await checkpoint.restore(path)
+        assert (restored.missing, restored.extra) == ((), ())
+        started = np.arange(14, dtype=np.float32).reshape(7, 2)
+        moved = -0.5 * (1 + 1.9 + 2.71 + 3.439)
+        np.testing.assert_allclose(await w.read(), started + moved, atol=1e-5)
+        assert (await taken.read()).tolist() == [2.0] * 3
+
+        async def push() -> None:
+            await optimizer.apply_gradients([(np.ones((7, 2), np.float32), w)], global_step=step)
+
+        coordinator.schedule(push)
+        await coordinator.join()
+        np.testing.assert_allclose(await w.read(), started + moved - 0.5 * 4.0951, atol=1e-5)
+        assert await step.read() == 5
