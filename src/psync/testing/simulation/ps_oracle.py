@@ -127,8 +127,10 @@ def faults_of_counts(
         if task.life is Life.SERVING and task.index < num_ps:
             timelines.setdefault((task.floor, task.services.timeline), []).append(task)
     for served in timelines.values():
-        # Otherwise one is away, or was replaced and has not noticed.
-        if sorted(each.index for each in served) == list(range(num_ps)):
+        # Otherwise one is away, or was replaced and has not noticed; or has been started again, and
+        # is still to roll back.
+        is_whole = at_rest or all(each.services.store.keys() for each in served)
+        if is_whole and sorted(each.index for each in served) == list(range(num_ps)):
             for task in served:
                 others = [each for each in served if each is not task]
                 yield from _faults_of_count(task, others, at_rest=at_rest)
