@@ -207,27 +207,30 @@ def faults_of_arrivals(tasks: Mapping[str, Any]) -> Iterator[Fault]:
             yield "dropped", f"{task.task}: {sorted(left)} have arrived, and wait for nothing"
 
 
-def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
-    """Whether two ps tasks that back each other up can neither read from clients nor ship entries.
+def full_budgets(tasks: Mapping[str, Any]) -> Iterator[str]:
+    """Name the marks of two ps tasks that back each other up and cannot read from clients.
 
     Args:
         tasks: Of the living processes, by name.
     """
-    full = set()
+    found: dict[str, set[tuple[str, str]]] = {}
     for primary, host in _served_in(tasks.values()):
         sender, log = primary.services.backup._sender, primary.services.executor.log
-        if (
-            sender is not None
-            and len(sender._unanswered) >= MAX_UNDER_WAY
-            and log.shipped < log.last
-            and any(
-                peer._unfinished_bytes > peer._limits.unfinished_bytes
-                and not (peer._in_order and peer.holds)
-                for peer in primary._endpoint.peers
-            )
+        if sender is not None and any(
+            peer._unfinished_bytes > peer._limits.unfinished_bytes
+            and not (peer._in_order and peer.holds)
+            for peer in primary._endpoint.peers
         ):
-            full.add((host.task, sender.order.task))
-    return any((backup, host) in full for host, backup in full)
+            pair = host.task, sender.order.task
+            if len(sender._unanswered) >= MAX_UNDER_WAY and log.shipped < log.last:
+                found.setdefault("two ps tasks that back each other up have both budgets full",
+                                 set()).add(pair)  # fmt: skip
+            if primary.services.gate.held_back:
+                found.setdefault("updates wait at locks or gates of two ps tasks that back each "
+                                 "other up, with full budgets", set()).add(pair)  # fmt: skip
+    for mark, pairs in found.items():
+        if any((backup, host) in pairs for host, backup in pairs):
+            yield mark
 
 
 def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:

@@ -34,7 +34,7 @@ from psync.testing.simulation.injection import Injector, parts_without
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import Process, ProcessLoop, current_process
-from psync.testing.simulation.ps_oracle import have_full_budgets
+from psync.testing.simulation.ps_oracle import full_budgets
 from psync.testing.simulation.workload import program
 from psync.testing.simulation.workload.table_kinds import tables_of
 from psync.wire.limits import Limits
@@ -382,8 +382,9 @@ class World:
         run = None if self.coordinator is None else self.coordinator._coordinator
         if name == "RestoreSnapshot" and run is not None and run.recovery.checkpoints.in_use:
             self.journal.targets[run.links.ps.timeline] = run.recovery.checkpoints.in_use.name
-        if name == "LogEntries" and have_full_budgets(self.tasks):
-            self.journal.say("mark", "two ps tasks that back each other up have both budgets full")
+        if name == "LogEntries":
+            for mark in full_budgets(self.tasks):
+                self.journal.say("mark", mark)
         return self._injector.reach(kind, name, process)
 
     def damage_newest(self) -> None:
