@@ -226,8 +226,8 @@ def full_budgets(tasks: Mapping[str, Any]) -> Iterator[str]:
                 found.setdefault("two ps tasks that back each other up have both budgets full",
                                  set()).add(pair)  # fmt: skip
             if primary.services.gate.held_back:
-                found.setdefault("updates wait at locks or gates of two ps tasks that back each "
-                                 "other up, with full budgets", set()).add(pair)  # fmt: skip
+                found.setdefault("updates wait at locks or gates of two ps tasks with full budgets",
+                                 set()).add(pair)  # fmt: skip
     for mark, pairs in found.items():
         if any((backup, host) in pairs for host, backup in pairs):
             yield mark

@@ -50,7 +50,7 @@ MARKS = (
     "a ps dies before its backup has acknowledged what came last",
     "a ps and its backup are compared",
     "two ps tasks that back each other up have both budgets full",
-    "updates wait at locks or gates of two ps tasks that back each other up, with full budgets",
+    "updates wait at locks or gates of two ps tasks with full budgets",
     # Rollbacks and checkpoints.
     "a rollback undoes closures that were done",
     "a rollback undoes nothing",
