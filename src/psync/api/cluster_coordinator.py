@@ -48,8 +48,8 @@ from psync.net.environment import (
     platform_of,
     script_is_shared,
 )
-from psync.net.environment import watchdog_timeout as watchdog_timeout_here
 from psync.net.platform import PerProcess, Platform
+from psync.net.platform import watchdog_timeout as watchdog_timeout_here
 from psync.net.shielding import of_no_cell
 from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing

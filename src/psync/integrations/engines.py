@@ -40,9 +40,9 @@ from psync.launch.process import loop_factory
 from psync.launch.processes import RestartPolicy
 from psync.launch.tasks import make_task
 from psync.net.certificates import load_tls
-from psync.net.chief_presence import chief_timeouts, until_told
-from psync.net.environment import limits_of, network_of, platform_of_tf_config
-from psync.net.platform import Platform
+from psync.net.chief_presence import until_told
+from psync.net.environment import network_of, platform_of_tf_config
+from psync.net.platform import Platform, chief_timeouts, limits_of
 from psync.net.secret import Secret, mint_secret
 from psync.net.shared.door_names import BACKLOG
 from psync.net.shared.doors import shares_memory
