@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,23 @@ def python(*args: str) -> str:
 def test_the_package_can_be_run_as_a_module() -> None:
     version = importlib.metadata.version("psync")
     assert python("-m", "psync", "--version") == f"psync {version}\n"
+
+
+@pytest.mark.processes
+def test_an_interrupt_while_the_command_loads_ends_it_silently() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["psync"].partition(":")
+    code = (
+        "import signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'click': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+    )
+    script = f"from {module} import {name} as main; sys.exit(main())"
+    for entry in (script, "import runpy; runpy.run_module('psync', run_name='__main__')"):
+        run = subprocess.run([sys.executable, "-c", code + entry], capture_output=True, text=True)
+        assert (run.returncode, run.stderr) == (130, "")
 
 
 @pytest.mark.processes
