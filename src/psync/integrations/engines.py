@@ -36,7 +36,7 @@ from psync.cluster import join_address, task_name
 from psync.errors import ConfigurationError, PsyncError
 from psync.launch.cluster import Host, TaskCluster
 from psync.launch.plugins import load_plugins
-from psync.launch.process import loop_factory
+from psync.launch.process import check_settings, loop_factory
 from psync.launch.processes import RestartPolicy
 from psync.launch.tasks import make_task
 from psync.net.certificates import load_tls
@@ -343,6 +343,7 @@ class TasksOnEngine(Host):
     """
 
     def __init__(self, engine: Engine, environ: Mapping[str, str], max_restarts: int) -> None:
+        check_settings(environ)
         self._engine = engine
         self._max_restarts = max_restarts
         self._secret = mint_secret().encode()
