@@ -132,11 +132,14 @@ async def test_each_push_is_told_its_step_and_the_mean_of_each_step_is_applied(
         assert await m.global_step() == global_step
 
 
-async def test_steps_do_not_begin_below_0() -> None:
+async def test_steps_do_not_begin_below_0_and_a_group_is_told_from_its_namesake() -> None:
+    first, second = (SyncReplicasOptimizer(sgd(), 1) for _ in range(2))
     async with model(1) as m:
+        await m.run(m.pushing(first), 1.0)
         await m.step.assign(-5)
-        with pytest.raises(ConfigurationError, match="a global step of at least 0, got -5"):
-            await m.run(m.pushing(SyncReplicasOptimizer(sgd(), 1)), 1.0)
+        named = f"^sync_replicas/{second.number}: expected a global step of at least 0, got -5"
+        with pytest.raises(ConfigurationError, match=named):
+            await m.run(m.pushing(second), 1.0)
 
 
 @pytest.mark.promise("steps.applied-at-join")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -10,13 +11,16 @@ import socket
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
+import psync
 from psync.cli.main import main
 from psync.cli.run import Launcher
+from psync.errors import ConfigurationError
 from psync.net.certificates import TLS_VARIABLES, load_tls
 from tasks_by_hand import SECRET, by_hand
 from tls_files import authority, variables_of
@@ -97,8 +101,47 @@ def test_an_unknown_option_of_another_command_has_no_such_hint(
 def test_options_come_from_the_environment_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PSYNC_RUN_WORKERS", "0")
-    assert "0 is not in the range x>=1" in refused(capsys, "run", "x.py")
+    monkeypatch.setenv("PSYNC_RUN_PS", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PSYNC_RUN_WORKERS", "0")
+        named = "psync: error: Invalid value for PSYNC_RUN_WORKERS: 0 is not in the range x>=1."
+        assert refused(capsys, "run", "x.py", "--ps", "1") == named
+    monkeypatch.setenv("PSYNC_CHIEF_TIMEOUT", "1")
+    assert "Invalid value for '--ps'" in refused(capsys, "run", "x.py", "--ps", "0")
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected", "texts"),
+    [
+        ("PSYNC_LIMIT_CONNECTIONS", "an integer from 1 (digits only)", ["0", "-1", "1e6", "", "١"]),
+        ("PSYNC_LIMIT_HEADER_BYTES", "an integer from 4096 (digits only)", ["1", "9" * 5000]),
+        (
+            "PSYNC_CHIEF_TIMEOUT",
+            "seconds above 0, or none",
+            ["0", "-3", "nan", "inf", "soon", "1 h"],
+        ),
+        ("PSYNC_WATCHDOG_TIMEOUT", "seconds", ["soon", "nan", "inf", "1,5"]),
+        ("PSYNC_LOOP", "uvloop or asyncio", ["trio"]),
+        ("PSYNC_STATUS", "0 or 1", ["yes"]),
+        ("PSYNC_TASK_METRICS", '"HOST:PORT"', ["9400"]),
+    ],
+)
+def test_a_variable_of_tasks_that_makes_no_sense_is_one_error_before_any_starts(
+    variable: str,
+    expected: str,
+    texts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    for text in texts:
+        monkeypatch.setenv(variable, text)
+        line = refused(capsys, "run", str(tmp_path / "train.py"))
+        assert line.startswith(f"psync: error: {variable}")
+        assert f": expected {expected}, got {text!r}" in line
+        with pytest.raises(ConfigurationError, match=variable):
+            asyncio.run(psync.LocalCluster(1, 1).start())
 
 
 def python(*args: str) -> str:
@@ -112,6 +155,23 @@ def python(*args: str) -> str:
 def test_the_package_can_be_run_as_a_module() -> None:
     version = importlib.metadata.version("psync")
     assert python("-m", "psync", "--version") == f"psync {version}\n"
+
+
+@pytest.mark.processes
+def test_an_interrupt_while_the_command_loads_ends_it_silently() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["psync"].partition(":")
+    code = (
+        "import signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'click': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+    )
+    script = f"from {module} import {name} as main; sys.exit(main())"
+    for entry in (script, "import runpy; runpy.run_module('psync', run_name='__main__')"):
+        run = subprocess.run([sys.executable, "-c", code + entry], capture_output=True, text=True)
+        assert (run.returncode, run.stderr) == (130, "")
 
 
 @pytest.mark.processes

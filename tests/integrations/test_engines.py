@@ -206,6 +206,8 @@ async def count(coordinator: psync.ClusterCoordinator, v: psync.Variable, times:
 
 
 async def test_tasks_train_where_the_engine_runs_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"^PSYNC_CHIEF_TIMEOUT"):
+        TasksOnEngine(ThreadEngine(), {"PSYNC_CHIEF_TIMEOUT": "-3"}, 3)
     async with ThreadCluster(2, 2) as cluster, counting(cluster) as (coordinator, v):
         await count(coordinator, v, 20)
         assert (await v.read() == 20).all()

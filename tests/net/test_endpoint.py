@@ -556,6 +556,20 @@ async def test_only_so_many_connections(place: str, tmp_path: Path) -> None:
     assert ps.statistics()["connections"] == 3
 
 
+async def test_lines_that_are_left_out_are_counted_at_their_own_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    ps, worker = await both(MemoryNetwork(), limits=Limits(connections=1))
+    await worker.connect("ps0:1", PS)
+    for _ in range(25):
+        with pytest.raises(ConnectFailed, match="it has 1 connections"):
+            await worker.connect("ps0:1", PS)
+    await ps.close()
+    assert "5 more messages about unknown peers" in texts(caplog)[-1]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
 # --- addresses from which too many fail -----------------------------------------------------------
 
 

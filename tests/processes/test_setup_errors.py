@@ -66,7 +66,7 @@ def test_a_mistake_in_tf_config_is_named(
     ("name", "value", "reason"),
     [
         ("PSYNC_LOOP", "trio", "PSYNC_LOOP: expected uvloop or asyncio, got 'trio'"),
-        ("PSYNC_LIMIT_CONNECTIONS", "no", "PSYNC_LIMIT_CONNECTIONS: expected an integer above 0"),
+        ("PSYNC_LIMIT_CONNECTIONS", "no", "PSYNC_LIMIT_CONNECTIONS: expected an integer from 1"),
         ("PSYNC_INSECURE", "yes", "PSYNC_INSECURE: expected 0 or 1, got 'yes'"),
         ("PSYNC_FAILPOINTS", "here=kill", "unknown failpoint 'here'"),
         ("PSYNC_LOG_LEVEL", "loud", "loud"),
@@ -175,7 +175,7 @@ def test_after_a_mistake_in_the_set_up_the_others_wait_for_a_chief_that_has_none
         tasks = cluster.serve_all()
         steps = script("steps.py", "counts")
         wrong = cluster.run("chief", 0, steps, environ={"PSYNC_LIMIT_SEGMENTS": "many"})
-        assert reason_of(wrong).endswith("expected an integer above 0 (digits only), got 'many'")
+        assert reason_of(wrong).endswith("expected an integer from 1 (digits only), got 'many'")
         assert cluster.run("chief", 0, steps).code == 0
         assert [ended(task).code for task in tasks] == [0, 0]
 

@@ -76,7 +76,7 @@ async def test_a_cluster_in_memory_is_not_seen_from_outside(
     await status.start()
     assert list(runtime.iterdir()) == []
     await status.close()
-    with pytest.raises(ConfigurationError, match="metrics: expected"):
+    with pytest.raises(ConfigurationError, match=r"^PSYNC_METRICS: metrics: expected"):
         ServedStatus(source, Platform(SocketNetwork()))
 
 

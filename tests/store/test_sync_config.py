@@ -92,6 +92,24 @@ def test_it_comes_back_from_the_wire() -> None:
 NAMES = SyncConfig.__struct_fields__
 
 
+def test_an_error_of_a_config_on_the_wire_is_the_one_of_the_program_or_names_the_field() -> None:
+    wrong = {"replicas_to_aggregate": 2, "total_num_replicas": 3, "deterministic": True}
+    with pytest.raises(ConfigurationError) as here:
+        config(2, 3, deterministic=True)
+    with pytest.raises(ConfigurationError) as caught:
+        SyncConfig.from_config(config(2).to_config() | wrong)
+    assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
+    assert here.value.hint
+    for name, value, text in [
+        ("decay", "x", "decay: expected float, got str"),
+        ("averages", [[1, "x"]], "averages[0][1]: expected int, got str"),
+        ("optimizer", {1: 2}, "key in optimizer: expected str, got int"),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            SyncConfig.from_config({**config(2).to_config(), name: value})
+        assert str(caught.value) == f"a synchronous optimizer's configuration: {text}"
+
+
 def test_nonsense_from_the_wire_is_refused() -> None:
     taken = []
     for name, value in itertools.product(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 import tracemalloc
 from collections.abc import Sequence
@@ -135,8 +136,10 @@ def test_what_the_peer_would_refuse_is_not_sent(
     with pytest.raises(LocalProtocolError) as caught:
         encode_frame(Kind.REQUEST, 1, bytes(header), [bytes(size) for size in segments], SMALL)
     assert caught.value.message == message
+    assert re.search(r"PSYNC_LIMIT_[A-Z_]+ sets the limit, on all tasks", str(caught.value))
     if "segment of" in message:
-        assert caught.value.hint == "split the variable into more shards, see variable_partitioner"
+        split = "split the variable into more shards, see variable_partitioner; or "
+        assert caught.value.hint == f"{split}PSYNC_LIMIT_SEGMENT_BYTES sets the limit, on all tasks"
 
 
 # --- pieces ----------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ from psync.net.environment import (
     platform_of,
     script_is_shared,
 )
-from psync.net.environment import watchdog_timeout as watchdog_timeout_here
 from psync.net.platform import PerProcess, Platform
+from psync.net.platform import watchdog_timeout as watchdog_timeout_here
 from psync.net.shielding import of_no_cell
 from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing
@@ -363,7 +363,7 @@ class ClusterCoordinator(Scheduling):
                 the step had returned, and was refused. The message names steps, variables and
                 counts. Other closures are not affected.
             DeadlineExceeded: ``timeout`` seconds have passed; the message says what is running
-                where.
+                where, and which ps tasks do not answer within another half second.
             ParameterServerLost: A ps is lost.
             WorkerLost: A ``LocalCluster`` has given up its last worker; names all of them.
             FencedError: A newer coordinator has taken over the cluster.

@@ -565,16 +565,21 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str
     Cancellation: Safe.
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
-    connect = (
-        asyncio.wait_for(endpoint.connect(address, task), ANSWER_WITHIN_S)
-        for task, address in tasks.items()
-    )
+
+    async def answers(task: str, address: str) -> bool:
+        try:
+            await asyncio.wait_for(endpoint.connect(address, task), ANSWER_WITHIN_S)
+        except PsyncError as exc:  # one that refuses us is there
+            return not isinstance(exc, ConnectFailed | TimeoutError)
+        except TimeoutError:
+            return False
+        return True
+
     try:
-        ended = await asyncio.gather(*connect, return_exceptions=True)
+        here = await asyncio.gather(*(answers(*task) for task in tasks.items()))
     finally:
         await endpoint.close()
-    answers = zip(tasks.items(), ended, strict=True)
-    return [task for task, end in answers if isinstance(end, ConnectFailed | TimeoutError)]
+    return [task for task, answered in zip(tasks.items(), here, strict=True) if not answered]
 
 
 class ClusterLinks:
@@ -728,12 +733,14 @@ class ClusterLinks:
         Cancellation: Safe.
         """
 
-        question = messages.AskStatistics()
-        asking = [ask(link, question, messages.Statistics, urgent=True) for link in self.ps.links]
-        answers = await asyncio.gather(
-            *(asyncio.wait_for(each, within_s) for each in asking), return_exceptions=True
-        )
-        return [None if isinstance(each, BaseException) else each[0].counters for each in answers]
+        async def counters(link: PsLink) -> dict[str, Any] | None:
+            asking = ask(link, messages.AskStatistics(), messages.Statistics, urgent=True)
+            try:
+                return (await asyncio.wait_for(asking, within_s))[0].counters
+            except (PsyncError, TimeoutError):
+                return None
+
+        return await asyncio.gather(*map(counters, self.ps.links))
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""

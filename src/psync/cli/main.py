@@ -40,7 +40,13 @@ from psync.errors import (
 )
 from psync.integrations.manifests import launch
 from psync.launch.plugins import load_plugins, plugins_environ
-from psync.launch.process import configure_logging, fill_standard_streams, run_loop, watch_launcher
+from psync.launch.process import (
+    check_settings,
+    configure_logging,
+    fill_standard_streams,
+    run_loop,
+    watch_launcher,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -619,6 +625,7 @@ def run(
         if run_log:
             shown["PSYNC_RUN_LOG"] = run_log
         environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
+        check_settings(environ)
         if engine is None and engine_address is not None:
             raise click.UsageError("--address needs --on ray or --on dask.")
         if engine is not None and (
@@ -923,6 +930,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code: int = psync.main(args, prog_name="psync", standalone_mode=False)
     except click.ClickException as error:
+        if isinstance(error, click.BadParameter):
+            error.param_hint = _variable_of(error) or error.param_hint
         of_run = isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run
         hint = " Options of the script go after --." if of_run else ""  # click cannot know that
         code = _fail(error.format_message() + hint)
@@ -940,6 +949,17 @@ def main(args: Sequence[str] | None = None) -> int:
         code = 130  # 128 + SIGINT, before anything ran that had to be stopped
     _let_go_of_broken_pipes()
     return code
+
+
+def _variable_of(error: click.BadParameter) -> str | None:
+    """Return the variable that holds the wrong value; None: it is from the command line."""
+    context, option = error.ctx, error.param
+    if context is None or option is None or option.name is None:
+        return None
+    if context.get_parameter_source(option.name) is not ParameterSource.ENVIRONMENT:
+        return None
+    names = option.envvar or f"{context.auto_envvar_prefix}_{option.name.upper()}"
+    return next(filter(os.environ.get, [names] if isinstance(names, str) else names), None)
 
 
 def _fail(message: str, code: int = USAGE_ERROR) -> int:

@@ -33,7 +33,7 @@ from psync.errors import ConfigurationError
 from psync.launch import processes
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.process import release_blocked_output, say
-from psync.net.platform import MISPLACED, named_file, new_pipe
+from psync.net.platform import MISPLACED, flag, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 from psync.status import run_files
 
@@ -509,7 +509,7 @@ async def scaled_on_request(
         return (await scale(question.get("workers", 0))).encode()
 
     async with contextlib.AsyncExitStack() as stack:
-        if environ.get("PSYNC_STATUS") != "0":
+        if flag(environ, "PSYNC_STATUS") is not False:
             with contextlib.suppress(OSError):
                 directory = _directory(environ)
                 run_files.make_directory(directory.parent)

@@ -36,13 +36,13 @@ from psync.cluster import join_address, task_name
 from psync.errors import ConfigurationError, PsyncError
 from psync.launch.cluster import Host, TaskCluster
 from psync.launch.plugins import load_plugins
-from psync.launch.process import loop_factory
+from psync.launch.process import check_settings, loop_factory
 from psync.launch.processes import RestartPolicy
 from psync.launch.tasks import make_task
 from psync.net.certificates import load_tls
-from psync.net.chief_presence import chief_timeouts, until_told
-from psync.net.environment import limits_of, network_of, platform_of_tf_config
-from psync.net.platform import Platform
+from psync.net.chief_presence import until_told
+from psync.net.environment import network_of, platform_of_tf_config
+from psync.net.platform import Platform, chief_timeouts, limits_of
 from psync.net.secret import Secret, mint_secret
 from psync.net.shared.door_names import BACKLOG
 from psync.net.shared.doors import shares_memory
@@ -343,6 +343,7 @@ class TasksOnEngine(Host):
     """
 
     def __init__(self, engine: Engine, environ: Mapping[str, str], max_restarts: int) -> None:
+        check_settings(environ)
         self._engine = engine
         self._max_restarts = max_restarts
         self._secret = mint_secret().encode()

@@ -28,6 +28,7 @@ from psync.closures.scaling import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError, check_fits, other_loop
 from psync.launch.plugins import load_plugins, plugins_environ
+from psync.launch.process import check_settings
 from psync.launch.processes import (
     GpuShares,
     Process,
@@ -449,6 +450,7 @@ class TasksInProcesses(Host):
     resources: contextlib.AsyncExitStack
 
     def __post_init__(self) -> None:
+        check_settings(self.environ)
         known = load_secret(self.environ)
         minted = mint_secret() if known is None else None
         environ = {**self.environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}

@@ -19,11 +19,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TextIO, TypeVar
 
 from psync.errors import ConfigurationError, check_fits
-from psync.net.platform import Workforce, inherited_file
+from psync.net.platform import (
+    FLAGS,
+    Workforce,
+    chief_timeouts,
+    flag,
+    inherited_file,
+    limits_of,
+    watchdog_timeout,
+)
 from psync.net.task_reports import report_on_signal
 
 logger = logging.getLogger(__name__)
@@ -192,14 +200,42 @@ def _watch(heard: threading.Event, came: int) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, where it is installed and not turned off with ``PSYNC_LOOP=asyncio``.
+def check_settings(environ: Mapping[str, str]) -> None:
+    """Read the variables of tasks: one error here, before any is started, and not one on each.
+
+    Raises:
+        ConfigurationError: The value of one makes no sense.
+    """
+    from psync.status.http import address_in  # a task needs it only where it serves
+
+    for variable in FLAGS:
+        flag(environ, variable)
+    limits_of(environ)
+    chief_timeouts(environ)
+    watchdog_timeout(environ)
+    loop_name(environ)
+    for variable in ("PSYNC_METRICS", "PSYNC_TASK_METRICS", "PSYNC_DASHBOARD"):
+        address_in(environ, variable)
+
+
+def loop_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return "uvloop" or "asyncio".
 
     Raises:
         ConfigurationError: If ``PSYNC_LOOP`` names neither.
     """
-    name = os.environ.get("PSYNC_LOOP", "uvloop")
+    name = environ.get("PSYNC_LOOP", "uvloop")
     check_fits(name in ("uvloop", "asyncio"), "PSYNC_LOOP: expected uvloop or asyncio", name)
+    return name
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's, where it is installed and not turned off with ``PSYNC_LOOP=asyncio``.
+
+    Raises:
+        ConfigurationError: See ``loop_name``.
+    """
+    name = loop_name()
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         if name == "uvloop":

@@ -35,7 +35,7 @@ from psync.launch.plugins import load_plugins, users_frame
 from psync.net import chief_presence, environment
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Workforce, flag, workforce_of_launcher
+from psync.net.platform import Platform, Workforce, chief_timeouts, flag, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -300,7 +300,7 @@ async def _evaluate(
         resources.enter_context(opened(own.resolver))
         if fd is None:
             tasks = own.addresses_of(("ps", "worker"))
-            patience = chief_presence.chief_timeouts(os.environ)
+            patience = chief_timeouts(os.environ)
             presence = chief_presence.TrainingPresence(SocketNetwork(), tasks, patience)
             environment.training_presence.set(presence)
         else:
@@ -417,7 +417,7 @@ async def serve_as(
             f"only ps and worker tasks serve, but this process is {own.name}",
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
-    timeouts = chief_presence.chief_timeouts(os.environ, chief_timeout)
+    timeouts = chief_timeouts(os.environ, chief_timeout)
     platform = environment.platform_of(own.resolver, own.address, insecure=insecure, listens=True)
     task = make_task(platform, own.job, own.index, own.address, main_by_name=shared)
     await task.start()
@@ -446,9 +446,10 @@ async def serve_as(
 
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if address := os.environ.get("PSYNC_TASK_METRICS"):
-                from psync.status.http import serving_task_metrics
+            if os.environ.get("PSYNC_TASK_METRICS"):
+                from psync.status.http import address_in, serving_task_metrics
 
+                address = address_in(os.environ, "PSYNC_TASK_METRICS")
                 metrics = serving_task_metrics(address, task.task, task.statistics)
                 await stack.enter_async_context(metrics)
             stack.callback(add_description(task.describe))

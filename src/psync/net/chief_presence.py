@@ -14,23 +14,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
-from psync.errors import ConfigurationError, TrainingEnded
+from psync.errors import TrainingEnded
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.platform import number_in
+from psync.net.platform import Patience
 from psync.net.shielding import first_of
 from psync.net.transport import Network
 
 logger = logging.getLogger(__name__)
-
-FIRST_CHIEF_S = 3600.0
-"""How long a ps or worker waits for its first chief, which may stand in a queue, or load its data
-before it connects."""
-
-NEXT_CHIEF_S = 600.0
-"""How long it waits for another chief when the last one has gone. One that ends, even by an error,
-says so: this is for those that were killed, and whoever starts them again does it in minutes."""
-
 
 LOOK_EVERY_S = 30.0
 """How often an evaluator looks whether somebody trains."""
@@ -47,33 +38,6 @@ ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""
 
 HOW_LONG = "PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever"
-
-Patience = tuple[float | None, float | None]
-"""Seconds until the first chief, and until another one when the last has gone; None: for ever."""
-
-
-def chief_timeouts(environ: Mapping[str, str], given: str | None = None) -> Patience:
-    """Return how long a ps or worker waits for a chief.
-
-    A task that a launcher has started ends with the launcher, and so waits for ever.
-
-    Args:
-        environ: ``PSYNC_CHIEF_TIMEOUT`` is seconds, for both, or ``none``.
-        given: The same, from the command line, which wins.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
-    text = environ.get("PSYNC_CHIEF_TIMEOUT") if given is None else given
-    if not text:
-        return (None, None) if environ.get("PSYNC_LAUNCHED") else (FIRST_CHIEF_S, NEXT_CHIEF_S)
-    if text.strip().lower() == "none":
-        return None, None
-    seconds = number_in(text)
-    if not 0 < seconds < math.inf:
-        raise ConfigurationError(f"chief timeout: expected seconds above 0, or none, got {text!r}")
-    return seconds, seconds
-
 
 REPORT_EVERY_S = 10.0
 """A wait for which nobody else says why is named in the log so often."""

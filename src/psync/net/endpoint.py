@@ -86,6 +86,7 @@ class Endpoint:
         self._failures = handshake_limits.FailedHandshakes(self.platform.limits.handshake_failures)
         self._log_quota = handshake_limits.LogQuota()
         self._untold: asyncio.TimerHandle | None = None  # None: every line was written
+        self._untold_level = logging.NOTSET  # the highest of those that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
         self.spawn: Spawn = partial(begin, under_way=self._tasks)  # starts one that takes time
         self._listeners: list[Listener] = []
@@ -394,14 +395,17 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         if self._log_quota.allows(loop.time()):
             logger.log(level, text, *args)
-        elif not self._closed and self._untold is None:
-            self._untold = loop.call_at(self._log_quota.ends, self._tell_untold)
+        elif not self._closed:
+            self._untold_level = max(self._untold_level, level)
+            if self._untold is None:
+                self._untold = loop.call_at(self._log_quota.ends, self._tell_untold)
 
     def _tell_untold(self) -> None:
         if self._untold is not None:
             self._untold.cancel()
-            self._untold = None
-            logger.warning(
+            level, self._untold, self._untold_level = self._untold_level, None, logging.NOTSET
+            logger.log(
+                level,
                 "%s: %d more messages about unknown peers in the last minute were suppressed",
                 self.task, self._log_quota.untold(),
             )  # fmt: skip

@@ -8,14 +8,13 @@ import dataclasses
 import difflib
 import importlib
 import logging
-import math
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
-from psync.errors import ConfigurationError, check_fits
+from psync.errors import ConfigurationError
 from psync.net.certificates import load_tls
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import (
@@ -25,7 +24,7 @@ from psync.net.platform import (
     Platform,
     flag,
     inherited_file,
-    number_in,
+    limits_of,
     workforce_of_launcher,
 )
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
@@ -217,24 +216,6 @@ def note_incarnation(granted: int) -> None:
     newest_incarnation.value = granted
 
 
-def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return after how many seconds of silence the watchdog reports; None: never.
-
-    TensorFlow's variable is read where psync's own is not set. 0 or less turns the watchdog off.
-
-    Raises:
-        ConfigurationError: If the one that counts is no number.
-    """
-    for variable in ("PSYNC_WATCHDOG_TIMEOUT", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"):
-        text = environ.get(variable, "").strip()
-        if not text:
-            continue
-        seconds = number_in(text)
-        check_fits(math.isfinite(seconds), f"{variable}: expected seconds", text)
-        return seconds if seconds > 0 else None
-    return None
-
-
 def _inherited(address: str, variable: str) -> dict[str, socket.socket]:
     """Return a listening socket that a launcher passed on, if it did; it has one owner."""
     number = os.environ.pop(variable, None)
@@ -248,16 +229,3 @@ def _inherited(address: str, variable: str) -> dict[str, socket.socket]:
         ) from exc
     os.set_inheritable(listening.fileno(), False)
     return {address: listening}
-
-
-def limits_of(environ: Mapping[str, str]) -> Limits:
-    """Return the limits, each of which ``PSYNC_LIMIT_<NAME>`` can set."""
-    given: dict[str, int] = {}
-    for field in dataclasses.fields(Limits):
-        variable = f"PSYNC_LIMIT_{field.name.upper()}"
-        if (text := environ.get(variable)) is None:
-            continue
-        fits = text.isascii() and text.isdigit() and int(text) > 0
-        check_fits(fits, f"{variable}: expected an integer above 0 (digits only)", text)
-        given[field.name] = int(text)
-    return dataclasses.replace(Limits(), **given)

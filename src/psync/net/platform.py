@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import random
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +27,7 @@ from psync.closures.scaling import Load
 from psync.cluster import ClusterSpec
 from psync.errors import check_fits
 from psync.net.secret import Secret
-from psync.wire.limits import Limits
+from psync.wire.limits import HANDSHAKE_LIMITS, Limits
 
 if TYPE_CHECKING:
     from psync.net.shared.regions import SharedMemory
@@ -113,6 +115,83 @@ def number_in(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+FLAGS = (
+    "PSYNC_CHECKPOINT_STREAM", "PSYNC_INSECURE", "PSYNC_SHARED_MEMORY", "PSYNC_STATUS",
+    "PSYNC_SUPERVISED", "PSYNC_TLS_MUTUAL",
+)  # fmt: skip
+"""Variables that are 0 or 1."""
+
+FIRST_CHIEF_S = 3600.0
+"""How long a ps or worker waits for its first chief, which may stand in a queue, or load its data
+before it connects."""
+
+NEXT_CHIEF_S = 600.0
+"""How long it waits for another chief when the last one has gone. One that ends, even by an error,
+says so: this is for those that were killed, and whoever starts them again does it in minutes."""
+
+Patience = tuple[float | None, float | None]
+"""Seconds until the first chief, and until another one when the last has gone; None: for ever."""
+
+
+def chief_timeouts(environ: Mapping[str, str], given: str | None = None) -> Patience:
+    """Return how long a ps or worker waits for a chief.
+
+    A task that a launcher has started ends with the launcher, and so waits for ever.
+
+    Args:
+        environ: ``PSYNC_CHIEF_TIMEOUT`` is seconds, for both, or ``none``.
+        given: The same, from the command line, which wins.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    text = environ.get("PSYNC_CHIEF_TIMEOUT") if given is None else given
+    if not text:
+        return (None, None) if environ.get("PSYNC_LAUNCHED") else (FIRST_CHIEF_S, NEXT_CHIEF_S)
+    if text.strip().lower() == "none":
+        return None, None
+    seconds = number_in(text)
+    expected = "PSYNC_CHIEF_TIMEOUT (--chief-timeout): expected seconds above 0, or none"
+    check_fits(0 < seconds < math.inf, expected, text)
+    return seconds, seconds
+
+
+def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return after how many seconds of silence the watchdog reports; None: never.
+
+    TensorFlow's variable is read where psync's own is not set. 0 or less turns the watchdog off.
+
+    Raises:
+        ConfigurationError: If the one that counts is no number.
+    """
+    for variable in ("PSYNC_WATCHDOG_TIMEOUT", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"):
+        text = environ.get(variable, "").strip()
+        if not text:
+            continue
+        seconds = number_in(text)
+        check_fits(math.isfinite(seconds), f"{variable}: expected seconds", text)
+        return seconds if seconds > 0 else None
+    return None
+
+
+def limits_of(environ: Mapping[str, str]) -> Limits:
+    """Return the limits, each of which ``PSYNC_LIMIT_<NAME>`` can set.
+
+    Raises:
+        ConfigurationError: One is no integer, or below the least that psync itself needs.
+    """
+    given: dict[str, int] = {}
+    for each in dataclasses.fields(Limits):
+        variable = f"PSYNC_LIMIT_{each.name.upper()}"
+        if (text := environ.get(variable)) is None:
+            continue
+        least = HANDSHAKE_LIMITS.header_bytes if each.name == "header_bytes" else 1
+        fits = re.fullmatch("[0-9]{1,18}", text) is not None and int(text) >= least
+        check_fits(fits, f"{variable}: expected an integer from {least} (digits only)", text)
+        given[each.name] = int(text)
+    return dataclasses.replace(Limits(), **given)
 
 
 class Follower(Protocol):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import ip_of, is_loopback, join_address, split_address
-from psync.errors import ConfigurationError, PsyncError, check_fits
+from psync.errors import ConfigurationError, PsyncError, check_fits, naming
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import number_in, random_hex
 
@@ -107,6 +107,19 @@ def check_can_serve(extra: str, address: str) -> tuple[str, int]:
             hint=f'pip install "psync[{extra}]"',
         )
     return host, port or 0
+
+
+def address_in(environ: Mapping[str, str], variable: str) -> str:
+    """Return the address that a variable, as ``PSYNC_METRICS``, holds; "": none.
+
+    Raises:
+        ConfigurationError: See ``check_can_serve``.
+    """
+    address = environ.get(variable, "")
+    if address:
+        with naming(variable):
+            check_can_serve(variable.rpartition("_")[2].lower(), address)
+    return address
 
 
 # Who may ask: whoever has the token, which stands in the URL that is printed, and in a cookie once

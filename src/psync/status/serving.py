@@ -27,7 +27,7 @@ from psync.net.tls import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
-from psync.status.http import check_can_serve, serving_metrics
+from psync.status.http import address_in, check_can_serve, serving_metrics
 from psync.status.model import Status
 from psync.status.run_files import Run, answering, ask, directory_of_runs
 
@@ -72,7 +72,7 @@ class ServedStatus:
         is_outside = isinstance(platform.network, SocketNetwork | TlsNetwork)  # and not in memory
         self._is_served = flag(os.environ, "PSYNC_STATUS") is not False and is_outside
         if metrics is None and is_outside:
-            metrics = os.environ.get("PSYNC_METRICS")
+            metrics = address_in(os.environ, "PSYNC_METRICS")
         self._http: contextlib.AbstractAsyncContextManager[str] | None = None
         if metrics:
             check_can_serve("metrics", metrics)

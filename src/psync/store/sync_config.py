@@ -141,7 +141,11 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert(config, cls)
         except msgspec.ValidationError as exc:
-            raise ConfigurationError(f"a synchronous optimizer's configuration: {exc}") from exc
+            if isinstance(exc.__cause__, ConfigurationError):  # it names the optimizer
+                raise exc.__cause__ from None
+            said, _, path = str(exc).replace("`", "").replace("$.", "").partition(" - at ")
+            what = f"a synchronous optimizer's configuration: {path}"
+            raise ConfigurationError(f"{what}: {said.lower()}") from exc
 
 
 def whole_number(name: str, argument: str, value: object) -> int:

@@ -157,7 +157,7 @@ class PsSync:
         """Return what is known of a group; make it and its optimizer known if they are not yet.
 
         Args:
-            group: Its number.
+            group: Its number, which follows its name if another group here has that name.
             raw: Its configuration as it came; None: it is known.
 
         Raises:
@@ -172,15 +172,17 @@ class PsSync:
         config = SyncConfig.from_config(raw)
         if known is None:
             self.check(config)
+            if any(each.config.name == config.name for each in self.groups.values()):
+                config = msgspec.structs.replace(config, name=f"{config.name}/{group}")
             self.store.define_optimizer(group, config.optimizer)
             ps, variable, index = config.global_step
             here = (variable, index) if ps == self._index else None
             elsewhere = NOWHERE if here and not (self._index or config.averages) else 0
             known = self.groups[group] = KnownGroup(self.store, group, raw, config, here, elsewhere)
-        elif known.config != config:
+        elif (first := SyncConfig.from_config(known.raw)) != config:
             raise ConfigurationError(
                 f"{known.config.name} on {self.task}: a different configuration than at first: "
-                f"expected {known.config.to_config()}, got {config.to_config()}"
+                f"expected {first.to_config()}, got {config.to_config()}"
             )
         return known
 

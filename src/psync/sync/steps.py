@@ -721,14 +721,12 @@ class SyncSteps:
         """Make a group known; the same again changes nothing.
 
         Args:
-            group: Its number, which follows its name if another group has that name.
-            config: What its optimizer said.
+            group: Its number.
+            config: What its optimizer said; no other group has its name.
             initial_step: The value of the global step.
         """
         if group in self.groups:
             return
-        if config.name in self.statistics():
-            config = msgspec.structs.replace(config, name=f"{config.name}/{group}")
         known = self.groups[group] = Group(
             number=group, config=config, others=self._others,
             step=initial_step, first_step=initial_step,

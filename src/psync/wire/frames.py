@@ -38,7 +38,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import Message
-from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
 
 MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
@@ -472,16 +472,18 @@ def _check_sizes(
     body_len: int,
     lengths: Sequence[int] = (),
 ) -> None:
-    if header_len > limits.header_bytes:
-        raise error(f"header of {header_len} bytes, at most {limits.header_bytes} are allowed")
-    if count > limits.segments:
-        raise error(f"{count} segments, at most {limits.segments} are allowed")
-    if body_len > limits.body_bytes:
-        raise error(f"body of {body_len} bytes, at most {limits.body_bytes} are allowed")
-
-    largest = max(lengths, default=0)
-    if largest > limits.segment_bytes:
-        raise error(
-            f"segment of {largest} bytes, at most {limits.segment_bytes} are allowed",
-            hint="split the variable into more shards, see variable_partitioner",
-        )
+    for size, what, name in (
+        (header_len, "header of {} bytes", "header_bytes"),
+        (count, "{} segments", "segments"),
+        (body_len, "body of {} bytes", "body_bytes"),
+        (max(lengths, default=0), "segment of {} bytes", "segment_bytes"),
+    ):
+        limit = getattr(limits, name)
+        if size > limit:
+            hint = f"PSYNC_LIMIT_{name.upper()} sets the limit, on all tasks"
+            if name == "segment_bytes":
+                hint = f"split the variable into more shards, see variable_partitioner; or {hint}"
+            raise error(
+                f"{what.format(size)}, at most {limit} are allowed",
+                hint=None if limits is HANDSHAKE_LIMITS else hint,
+            )

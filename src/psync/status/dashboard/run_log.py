@@ -44,7 +44,7 @@ from psync.errors import (
     other_loop,
 )
 from psync.status.dashboard import view as page
-from psync.status.http import STATIC, serving_dashboard
+from psync.status.http import STATIC, address_in, serving_dashboard
 from psync.status.model import MISFITS, ShardStatus, Status
 from psync.status.run_files import replacing
 from psync.status.sampling import ClusterSource, reports, running
@@ -587,7 +587,7 @@ async def shown(
             something else's; aiohttp is missing.
     """
     environ, url = os.environ, ""
-    address = environ.get("PSYNC_DASHBOARD", "") if address is None else address
+    address = address_in(environ, "PSYNC_DASHBOARD") if address is None else address
     path = environ.get("PSYNC_RUN_LOG", "") if log is None else os.fspath(log)
     # A log goes on if a launcher has started the program again, or if this is a further
     # coordinator of the program for which the launcher wants a log.
