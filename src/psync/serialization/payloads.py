@@ -365,8 +365,7 @@ def _remedy(path: Sequence[object], receiver: str) -> str:
     obj, cls = path[-1], type(path[-1])
     if hasattr(cls, "__psync_capture_error__"):
         usual = "call it in the program, outside of steps"
-        hint: str = getattr(cls, "__psync_capture_hint__", usual)
-        return hint
+        return str(getattr(cls, "__psync_capture_hint__", usual))
     if inspect.iscoroutine(obj) or isinstance(obj, asyncio.Future):
         return "await it first"
     if inspect.isgenerator(obj):
