@@ -35,11 +35,21 @@ from psync.errors import (
     PartitionError,
     RemoteProtocolError,
     ValueMismatchError,
+    check_fits,
 )
 from psync.numerics.casting import overflow
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
-from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
+from psync.specs import (
+    LARGEST,
+    HiddenValues,
+    Outcome,
+    as_integer,
+    checked_integer,
+    dtype_name,
+    dtype_of,
+    plain_array,
+)
 from psync.wire.messages import DefineAccumulator
 
 GradientT = TypeVar("GradientT")
@@ -122,23 +132,22 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         max_staleness: int = 0,
     ) -> None:
         self.name = name
-        staleness = as_integer(max_staleness)
-        if staleness is None or staleness < 0:
-            raise self._misused(f"expected max_staleness of 0 or more, got {max_staleness!r}")
+        expected = f"{self}: expected max_staleness of 0 or more"
+        staleness = checked_integer(expected, max_staleness, 0)
         try:
             chosen = dtype_name(dtype)
         except PartitionError:
             chosen = ""
-        if chosen not in _DTYPES:
-            raise self._misused(f"expected one of {', '.join(_DTYPES)} as dtype, got {dtype!r}")
-        if reduction_type not in ("MEAN", "SUM"):
-            raise self._misused(f"expected reduction_type 'MEAN' or 'SUM', got {reduction_type!r}")
+        is_one = chosen in _DTYPES
+        check_fits(is_one, f"{self}: expected one of {', '.join(_DTYPES)} as dtype", dtype)
+        is_one = reduction_type in ("MEAN", "SUM")
+        check_fits(is_one, f"{self}: expected reduction_type 'MEAN' or 'SUM'", reduction_type)
         self.dtype = dtype_of(chosen)
         dims = None if shape is None else [self._dimension(dim) for dim in shape]
         self.shape = None if dims is None else tuple(dims)
         self.divisor: str = self._divisors[0] if divisor is ... else divisor
-        if self.divisor not in self._divisors:
-            raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
+        is_one = self.divisor in self._divisors
+        check_fits(is_one, f"{self}: expected divisor 'per_index' or 'total'", divisor)
         self.definition = DefineAccumulator(
             name, self.kind, chosen, dims, reduction_type, self.divisor, forbid_nonfinite, staleness
         )
@@ -248,17 +257,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     def as_required(self, num_required: object) -> int:
         """Return a number of gradients to wait for, or raise ConfigurationError."""
-        required = as_integer(num_required)
-        if required is None or required <= 0:
-            raise self._misused(f"expected a number of gradients above 0, got {num_required!r}")
-        return required
+        return checked_integer(f"{self}: expected a number of gradients above 0", num_required, 1)
 
     def as_step(self, step: object) -> int:
         """Return a step to be set, or raise ConfigurationError."""
-        new = as_integer(step)
-        if new is None:
-            raise self._misused(f"expected an integer as step, got {step!r}")
-        return new
+        return checked_integer(f"{self}: expected an integer as step", step, -LARGEST - 1)
 
     def _convert(self, given: Any) -> Any:
         """Return the gradient as it is added, or raise ValueMismatchError for its dtype."""
@@ -304,10 +307,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         return arrays
 
     def _dimension(self, dim: object) -> int | None:
-        size = as_integer(dim)
-        if dim is not None and (size is None or size < 0):
-            raise self._misused(f"expected dimensions of 0 or more, or None, got {dim!r}")
-        return size
+        expected = f"{self}: expected dimensions of 0 or more, or None"
+        return None if dim is None else checked_integer(expected, dim, 0)
 
     def _as_array(self, given: object) -> np.ndarray:
         """Return the values of a gradient; numbers of Python have no dtype, so they take ours."""
@@ -339,9 +340,6 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     def _refused(self, message: str) -> ValueMismatchError:
         return ValueMismatchError(f"{self}: {message}")
-
-    def _misused(self, message: str) -> ConfigurationError:
-        return ConfigurationError(f"{self}: {message}")
 
     def __str__(self) -> str:
         return f'accumulator "{self.name}"'

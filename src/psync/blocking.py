@@ -268,7 +268,6 @@ class LocalCluster(_Blocking):
     """
 
     __psync_capture_error__ = AsyncLocalCluster.__psync_capture_error__
-    __psync_capture_hint__ = AsyncLocalCluster.__psync_capture_hint__
 
     def __init__(
         self, num_ps: int, num_workers: int, processes: bool = True, **options: Any

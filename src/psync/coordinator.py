@@ -44,7 +44,7 @@ from psync.errors import (
 )
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
-from psync.net.shielding import end_all
+from psync.net.shielding import at_most, end_all
 from psync.replicas.context import forbid_in_merge
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Packing, Payload, rebuild_exception, text_of
@@ -407,7 +407,7 @@ class Coordinator:
         self._queue = ClosureQueue(max_losses=options.max_losses)
         self._packing = Packing(platform.limits, main_by_name)
         self.joins = Joins(self._queue, self._all_wait_for)
-        self.functions = FunctionTable(main_by_name=main_by_name)
+        self.functions = FunctionTable(self._packing)
         self.links = ClusterLinks(platform, cluster, options, program)
         self.workers = self.links.workers
         self.workers.on_joined = self._worker_joined
@@ -526,9 +526,7 @@ class Coordinator:
             await self.cuts.close()
             self.events.close()
             # A ps without a backup keeps an update until there is one, and nobody orders it now.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._options.ps_timeout_s):
-                    await self.links.ps.outgoing.drain()
+            await at_most(self._options.ps_timeout_s, self.links.ps.outgoing.drain())
         finally:
             try:
                 await self.links.close()

@@ -24,7 +24,8 @@ Source: ``keras.metrics`` of Keras 3, for names, arguments and formulas.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -128,7 +129,16 @@ class Metric:
         await self._sums.assign(np.zeros(self._rule.shape))
 
 
-class Mean(Metric):
+class _OfRule(Metric):
+    """A metric whose rule has no options."""
+
+    _rule_class: ClassVar[Callable[..., MetricRule]]
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(self._rule_class(), name)
+
+
+class Mean(_OfRule):
     """Mean of values over examples: ``update_state(values)``.
 
     An example is a position on axis 0; values on further axes are averaged first.
@@ -139,11 +149,10 @@ class Mean(Metric):
     Source: ``keras.metrics.Mean``.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(metric_rules.Mean(), name)
+    _rule_class = metric_rules.Mean
 
 
-class Sum(Metric):
+class Sum(_OfRule):
     """Sum of values: ``update_state(values)``.
 
     Args:
@@ -152,11 +161,10 @@ class Sum(Metric):
     Source: ``keras.metrics.Sum``.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(metric_rules.Sum(), name)
+    _rule_class = metric_rules.Sum
 
 
-class Accuracy(Metric):
+class Accuracy(_OfRule):
     """Fraction of predictions that equal their labels: ``update_state(y_true, y_pred)``.
 
     Labels and predictions have one shape.
@@ -167,8 +175,7 @@ class Accuracy(Metric):
     Source: ``keras.metrics.Accuracy``.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(metric_rules.Accuracy(), name)
+    _rule_class = metric_rules.Accuracy
 
 
 class BinaryAccuracy(Metric):
@@ -188,7 +195,7 @@ class BinaryAccuracy(Metric):
         super().__init__(metric_rules.BinaryAccuracy(threshold), name)
 
 
-class SparseCategoricalAccuracy(Metric):
+class SparseCategoricalAccuracy(_OfRule):
     """Fraction of examples whose likeliest class is the label.
 
     ``update_state(y_true, y_pred)``: class numbers of shape (…) and a score for each class of shape
@@ -200,11 +207,10 @@ class SparseCategoricalAccuracy(Metric):
     Source: ``keras.metrics.SparseCategoricalAccuracy``.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(metric_rules.SparseCategoricalAccuracy(), name)
+    _rule_class = metric_rules.SparseCategoricalAccuracy
 
 
-class MeanSquaredError(Metric):
+class MeanSquaredError(_OfRule):
     """Mean of squared differences: ``update_state(y_true, y_pred)``, of one shape.
 
     Args:
@@ -214,11 +220,10 @@ class MeanSquaredError(Metric):
         example here; in Keras the whole batch is one.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(metric_rules.MeanSquaredError(), name)
+    _rule_class = metric_rules.MeanSquaredError
 
 
-class MeanAbsoluteError(Metric):
+class MeanAbsoluteError(_OfRule):
     """Mean of absolute differences; see ``MeanSquaredError``.
 
     Args:
@@ -227,8 +232,7 @@ class MeanAbsoluteError(Metric):
     Source: ``keras.metrics.MeanAbsoluteError``.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(metric_rules.MeanAbsoluteError(), name)
+    _rule_class = metric_rules.MeanAbsoluteError
 
 
 class AUC(Metric):

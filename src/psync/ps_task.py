@@ -22,6 +22,7 @@ import functools
 import json
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ MAX_LISTED = 20
 """Peers and locks that a report names."""
 
 
+@dataclass(eq=False, repr=False)
 class PsTask:
     """One parameter server.
 
@@ -78,22 +80,17 @@ class PsTask:
         services: What serves the present coordinator, on the present timeline.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        index: int,
-        address: str,
-        stopped: asyncio.Event | None = None,
-        *,
-        is_hosted: bool = False,
-    ) -> None:
+    platform: Platform
+    index: int
+    address: str
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _: KW_ONLY
+    is_hosted: bool = False
+
+    def __post_init__(self) -> None:
+        platform, index, is_hosted = self.platform, self.index, self.is_hosted
         self.task = task = f"/job:ps/task:{index}"
-        self.stopped = asyncio.Event() if stopped is None else stopped
         self.life = Life.EMPTY
-        self.platform = platform
-        self._is_hosted = is_hosted
-        self.index = index
-        self._address = address
         self.pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
         self.work = LongWork(self.task, self.stopped.set)
         nothing = self._nothing(0)
@@ -129,7 +126,7 @@ class PsTask:
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
-        return await self._endpoint.listen(self._address)
+        return await self._endpoint.listen(self.address)
 
     async def close(self) -> None:
         """Finish the updates that have begun, then close all connections.
@@ -146,7 +143,7 @@ class PsTask:
         await self._succession.close()
         await self.work.drain()  # what began meanwhile
         self.work.close()
-        if not self._is_hosted:
+        if not self.is_hosted:
             self.platform.memory.end()
 
     @property
@@ -369,8 +366,8 @@ class PsTask:
 
     def make_backup(self, index: int) -> PsTask:
         """Return a ps task of this process that does not listen."""
-        host, _, _ = self._address.rpartition(":")
-        address = f"{host}:0" if host else f"{self._address}.{index}"
+        host, _, _ = self.address.rpartition(":")
+        address = f"{host}:0" if host else f"{self.address}.{index}"
         make = self.platform.parts.of(PsTask)
         # It shares ``stopped``: one that is damaged ends the process.
         made = make(self.platform, index, address, self.stopped, is_hosted=True)

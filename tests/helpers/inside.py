@@ -81,4 +81,4 @@ def session_of(worker: Any) -> Any:
 
 def iterators_of(worker: Any) -> list[Any]:
     """The iterators of datasets that it holds."""
-    return list(session_of(worker)._iterators.values())
+    return list(session_of(worker).iterators.values())

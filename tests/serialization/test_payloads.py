@@ -43,6 +43,7 @@ class RemoteValue:
 
 class Coordinator:
     __psync_capture_error__ = "it lives in the program, not on workers"
+    __psync_capture_hint__ = "create it inside the step, or pass the data to create it from"
 
 
 class Handle:

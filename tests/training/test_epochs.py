@@ -34,7 +34,7 @@ def test_steps_that_were_trained_again_belong_to_the_last_epoch() -> None:
 
 def test_a_checkpoint_of_an_earlier_version_says_nothing_of_them() -> None:
     history = History()
-    history.restore_checkpoint_state({"epoch": [0, 1], "history": {"loss": [2.0, 1.0]}})
+    FitState(history).restore_checkpoint_state({"epoch": [0, 1], "history": {"loss": [2.0, 1.0]}})
     assert history == History([0, 1], {"loss": [2.0, 1.0]}, [0, 0])
 
 

@@ -97,7 +97,7 @@ def test_dataset_code_knows_its_worker_and_must_not_call_psync(
         forbid_in_dataset("pull")
 
     with inside(ClosureContext(worker_index=9, closure_id=1)):
-        iterator = make(dataset_fn, InputContext(5, 3))
+        iterator = make(dataset_fn, InputContext(5, 3), worker_index=3)
         assert next(iterator) == 3
         with pytest.raises(UsageError, match=r"^pull in dataset code"):
             next(iterator)

@@ -68,6 +68,7 @@ class InputOptions:
         check_fits(policy in POLICIES, expected, policy)
 
 
+@dataclass(eq=False, repr=False)
 class DistributedDataset(Generic[T]):
     """A dataset split into shares, one for each worker. Only workers can iterate over it.
 
@@ -85,19 +86,16 @@ class DistributedDataset(Generic[T]):
     Source: ``tf.distribute.DistributedDataset``.
     """
 
-    def __init__(
-        self, dataset_fn: Callable[..., Any], num_workers: int, worker_index: int | None
-    ) -> None:
-        self.dataset_fn = dataset_fn
-        self.num_workers = num_workers
-        self._worker_index = worker_index
+    dataset_fn: Callable[..., Any]
+    num_workers: int
+    worker_index: int | None
 
     def __repr__(self) -> str:
         return f"<distributed dataset of {self.dataset_fn!r} for {self.num_workers} workers>"
 
     def __iter__(self) -> Iterator[T]:
         closure = current_closure()
-        index = closure.worker_index if closure is not None else self._worker_index
+        index = closure.worker_index if closure is not None else self.worker_index
         if index is None:
             raise ContextError(
                 "iter() on a distributed dataset on the coordinator: only workers read its "

@@ -242,8 +242,7 @@ async def merge(strategy: Any, brought: Sequence[Payload], packing: Packing) -> 
             result = await result if inspect.isawaitable(result) else result
         return _replies(result, count, packing)
     except Exception as exc:
-        described = describe_exception(exc, main_by_name=packing.main_by_name)
-        return [_reply(described.payload, described.texts)] * count
+        return [_reply(*describe_exception(exc, main_by_name=packing.main_by_name))] * count
 
 
 def _replies(result: Any, count: int, packing: Packing) -> list[Answer]:

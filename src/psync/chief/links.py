@@ -42,7 +42,7 @@ from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
-from psync.net.shielding import end_all, first_of
+from psync.net.shielding import at_most, end_all, first_of
 from psync.numerics.memory import BlockPool
 from psync.store.reattach import BACK
 from psync.wire import messages
@@ -362,9 +362,7 @@ class WorkerLinks:
             if failures:
                 await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
             while (seconds := self.flapping.remaining(worker.name, self._loop.time())) > 0:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._one_less.wait()  # it may be needed now
+                await at_most(seconds, self._one_less.wait())  # it may be needed now
             mine = self._endpoint.incarnation
             worker.leaving, worker.reason, worker.sent_away = False, "", None
             try:

@@ -347,6 +347,7 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
 
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
+    from psync.net.shielding import at_most
     from psync.net.trace import tracing
 
     loop, reader = asyncio.get_running_loop(), reader_of(path)
@@ -354,9 +355,7 @@ async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
     async with tracing(reader.read_spans, status.program, out) as traced:
         loop.add_signal_handler(signal.SIGINT, traced.ended.set)
         click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await traced.ended.wait()
+        await at_most(seconds, traced.ended.wait())
         loop.remove_signal_handler(signal.SIGINT)
     return traced
 

@@ -56,6 +56,7 @@ class _Collective:
     requests: dict[int, Any] = field(default_factory=dict)  # by replica, as they came
 
 
+@dataclass(eq=False)
 class Gang:
     """One gang that has begun. Single owner, no clock; never blocks.
 
@@ -68,18 +69,16 @@ class Gang:
         error: The first; None: none so far.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[str],
-        stop: Callable[[int], object],
-        stop_merging: Callable[[], object],
-    ) -> None:
-        self._replicas = [_Replica(worker) for worker in workers]
-        self._stop, self._stop_merging = stop, stop_merging
+    workers: Sequence[str]
+    stop: Callable[[int], object]
+    stop_merging: Callable[[], object]
+    error: BaseException | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._replicas = [_Replica(worker) for worker in self.workers]
         self._open: dict[int, _Collective] = {}  # by number, in order
         self._merging: set[int] = set()
         self._cause: PsyncError | None = None  # as replicas are told of it
-        self.error: BaseException | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -189,14 +188,14 @@ class Gang:
             return
         self.error, self._cause = error, cause
         if self._merging:
-            self._stop_merging()
+            self.stop_merging()
         waiting = [each for open_one in self._open.values() for each in open_one.requests.items()]
         self._open = {number: _Collective(self._open[number].what) for number in self._merging}
         for _, request in waiting:
             request.fail(cause)
         for replica, record in enumerate(self._replicas):
             if not record.ended and replica not in dict(waiting):
-                self._stop(replica)
+                self.stop(replica)
 
     def _fail_by_numbers(self, left: int, waits: int, number: int) -> None:
         error = ContextError(

@@ -88,7 +88,7 @@ from psync.net.connection import fail
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_training_began, platform_of, training_over
 from psync.net.platform import Platform
-from psync.net.shielding import end_all, first_of, shielded
+from psync.net.shielding import at_most, end_all, first_of, shielded
 from psync.numerics.memory import BlockPool
 from psync.serialization.payloads import describe_exception
 from psync.specs import checked_kind
@@ -551,7 +551,6 @@ class MonitoredTrainingSession:
     """
 
     __psync_capture_error__ = "the session belongs to this task"
-    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(
         self,
@@ -678,9 +677,7 @@ class MonitoredTrainingSession:
             await self._use(partial(self._compare, declared))
         await self._stop_at_last_step()
         if self._startup_delay_s:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._startup_delay_s):
-                    await self._stopping.wait()
+            await at_most(self._startup_delay_s, self._stopping.wait())
 
     async def _use(self, ensure_created: Callable[[], Awaitable[None]]) -> None:
         """Let the program use its variables, which are there once ``ensure_created`` returns."""

@@ -125,7 +125,6 @@ class TaskCluster(ABC):
     """
 
     __psync_capture_error__ = "the cluster's processes belong to the chief"
-    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(self, num_ps: int, num_workers: int, plugins: Sequence[str]) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):

@@ -33,6 +33,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -40,6 +41,7 @@ from psync.cluster import join_address
 from psync.errors import BusyError, ClosedError, ConfigurationError, check_fits
 from psync.launch.process import GRACE_S, LineForwarder, Sink, write_stderr, write_stdout
 from psync.net.shared.door_names import BACKLOG, door_beside, may_share
+from psync.net.shielding import begin
 
 SERVE_COMMAND = (sys.executable, "-m", "psync", "task")
 
@@ -72,6 +74,7 @@ class RestartPolicy:
         return True
 
 
+@dataclass(eq=False, repr=False)
 class ProcessGroup:
     """The processes of one cluster on this machine: starts them, forwards output, stops them.
 
@@ -96,23 +99,19 @@ class ProcessGroup:
         OSError: If the machine has no free port or descriptor.
     """
 
-    def __init__(
-        self,
-        jobs: Mapping[str, int],
-        *,
-        secret: str | None = None,
-        environ: Mapping[str, str] = os.environ,
-        out: Sink = write_stdout,
-        err: Sink = write_stderr,
-        host: str = "127.0.0.1",
-    ) -> None:
-        self.out = out
-        self._host = host
-        self.err = err
-        self.cluster: dict[str, list[str]] = {job: [] for job in jobs}
-        self._environ = {**TUNING, **environ}
-        if secret is not None:
-            self._environ["PSYNC_SECRET"] = secret
+    jobs: Mapping[str, int]
+    _: KW_ONLY
+    secret: str | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    out: Sink = write_stdout
+    err: Sink = write_stderr
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        self.cluster: dict[str, list[str]] = {job: [] for job in self.jobs}
+        self._environ = {**TUNING, **self.environ}
+        if self.secret is not None:
+            self._environ["PSYNC_SECRET"] = self.secret
         self._listeners: dict[tuple[str, int], Any] = {}  # what has an address, until closed
         self._doors: dict[tuple[str, int], socket.socket] = {}  # beside them
         self.processes: dict[str, Process] = {}
@@ -122,18 +121,18 @@ class ProcessGroup:
             self._lifeline, write_end = os.pipe()
             resources.callback(os.close, self._lifeline)
             resources.callback(os.close, write_end)
-            for job, count in jobs.items():
+            for job, count in self.jobs.items():
                 for index in range(count):
                     self._listen(resources, job, index)
             self._resources = resources.pop_all()  # closed by `stop`
 
     def _listen(self, resources: contextlib.ExitStack, job: str, index: int, port: int = 0) -> str:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.create_server((self._host, port), family=family, backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.create_server((self.host, port), family=family, backlog=BACKLOG)
         self._listeners[job, index] = resources.enter_context(listener)
         if may_share(self._environ) and (door := door_beside(listener)) is not None:
             self._doors[job, index] = resources.enter_context(door)
-        address = join_address(self._host, listener.getsockname()[1])
+        address = join_address(self.host, listener.getsockname()[1])
         self._name(job, index, address)
         return address
 
@@ -268,10 +267,7 @@ class ProcessGroup:
 
     def own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that must be over before the group is."""
-        chore = asyncio.get_running_loop().create_task(work)
-        self._chores.add(chore)
-        chore.add_done_callback(self._chores.discard)
-        return chore
+        return begin(work, self._chores)
 
     def signal_all(self, signum: int) -> None:
         """Send a signal to the process of every task that runs."""

@@ -8,9 +8,10 @@ nothing is wrong.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,6 +44,13 @@ async def first_of(*works: Coroutine[Any, Any, T]) -> T:
         return next(task for task in tasks if task.done()).result()
     finally:
         await end_all(tasks)
+
+
+async def at_most(seconds: float, work: Awaitable[Any]) -> None:
+    """Wait for work, which is cancelled after so many seconds; that raises nothing."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await work
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

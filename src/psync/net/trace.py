@@ -36,6 +36,7 @@ from psync.errors import PsyncError, os_errors
 from psync.net.connection import Connection, Request, Tap
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, random_hex
+from psync.net.shielding import at_most
 from psync.net.trace_file import Reading, Summary, write_trace
 from psync.wire.messages import AskSpans, Statistics
 
@@ -322,9 +323,7 @@ class Trace:
         """Read until ``ended`` is set, or until the run ends. Cancellation: as that of ``read``."""
         try:
             while not self.ended.is_set() and not self.cut_short:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(READ_EVERY_S):
-                        await self.ended.wait()
+                await at_most(READ_EVERY_S, self.ended.wait())
                 await self.read()
             await self.read(last=True)
         except PsyncError as exc:

@@ -132,6 +132,7 @@ def no_run(nbytes: int, offset: int) -> memoryview | None:
     """Return None: there is nobody who would see it in one piece."""
 
 
+@dataclass(eq=False, repr=False)
 class BlockPool:
     """Recycles memory that nobody references any more.
 
@@ -154,17 +155,13 @@ class BlockPool:
         evicted: Roots that were dropped because the pool was full.
     """
 
-    def __init__(
-        self,
-        max_bytes: int = POOL_BYTES,
-        source: Callable[[int], np.ndarray] = private,
-        run: Callable[[int, int], memoryview | None] = no_run,
-        may_grow: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._max_bytes = self.bound = max_bytes
-        self.may_grow = may_grow
-        self.source = source
-        self.run = run
+    max_bytes: int = POOL_BYTES
+    source: Callable[[int], np.ndarray] = private
+    run: Callable[[int, int], memoryview | None] = no_run
+    may_grow: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.bound = self.max_bytes
         # id -> root, least recently given first. The pool's ONLY reference to a root is here.
         self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
         # nbytes -> ids of the roots of that size, the next to be looked at first.
@@ -213,7 +210,7 @@ class BlockPool:
 
     def shrink(self) -> None:
         """Take the bound back to what it was, and forget what nobody sees beyond it."""
-        self.bound = self._max_bytes
+        self.bound = self.max_bytes
         for key in list(self._roots):
             if self.nbytes <= self.bound:
                 break

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar, cast
 
 import numpy as np
 
-from psync.errors import UsageError, ValueMismatchError
+from psync.errors import ValueMismatchError
 from psync.numerics.memory import Scratch
 
 T = TypeVar("T")
@@ -162,14 +162,7 @@ class DenseSum:
         self.weight = weight
 
     def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
-        """Add ``weight * values``. They are not kept.
-
-        Raises:
-            ValueMismatchError: If shape or weight does not fit; the sum is as before.
-        """
-        weight = check_weight(weight)
-        if values.shape != self.shape:
-            raise ValueMismatchError(f"shape mismatch: expected {self.shape}, got {values.shape}")
+        """Add ``weight * values``, whose shape is that of the sum. They are not kept."""
         operation = accumulate if self.weight else begin
         totals, terms = self._total.reshape(-1), values.reshape(-1)
         for part in cuts(totals.size, totals.itemsize):
@@ -179,8 +172,7 @@ class DenseSum:
 
     def making(self, reduction: Reduction) -> Pieces[np.ndarray]:
         """Return the sum, or for "mean" that divided by the sum of the weights: a new array."""
-        if not self.weight:
-            raise UsageError("a sum to which nothing was added has no result")
+        assert self.weight, "a sum to which nothing was added has no result"
         result = np.empty(self.shape, self.dtype)
         totals, results = self._total.reshape(-1), result.reshape(-1)
         for part in cuts(totals.size, totals.itemsize):
@@ -229,17 +221,8 @@ class SparseSum:
     def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
         """Add ``weight * values`` to the rows ``indices``, in any order; neither is kept.
 
-        Rows that come more than once are summed.
-
-        Raises:
-            ValueMismatchError: If a shape or the weight does not fit; the sum is as before.
+        There is one row of values for each index. Rows that come more than once are summed.
         """
-        weight = check_weight(weight)
-        if indices.ndim != 1:
-            raise ValueMismatchError(f"expected a vector of indices, got shape {indices.shape}")
-        expected = (indices.size, *self.shape)
-        if values.shape != expected:
-            raise ValueMismatchError(f"shape mismatch: expected {expected}, got {values.shape}")
         order = np.argsort(indices, kind="stable")  # quick for those that are in order
         yield
         ordered = indices[order]
@@ -419,9 +402,6 @@ class MeanGradient:
         reduction: "mean" or "sum".
         scratch: Memory for the sum; its chunk is the longest possible cut.
         scale: What limits the norm of the mean of the whole variable.
-
-    Raises:
-        UsageError: There is no gradient, or not one weight for each.
     """
 
     gradients: Sequence[np.ndarray]
@@ -429,13 +409,6 @@ class MeanGradient:
     reduction: Reduction
     scratch: Scratch
     scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.gradients or len(self.gradients) != len(self.weights):
-            raise UsageError(
-                "expected gradients, and a weight for each, got "
-                f"{len(self.gradients)} and {len(self.weights)}"
-            )
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return these elements, in the dtype of the gradients; not to be changed."""

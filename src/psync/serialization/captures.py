@@ -31,8 +31,8 @@ _MAX_DEPTH = 12  # how deep `blame` looks; deeper paths help nobody, and cycles 
 class Refusal(Exception):
     """An object says itself that it must not be sent, and why.
 
-    Its class has the attribute ``__psync_capture_error__``, and in ``__psync_capture_hint__`` what
-    to do instead.
+    Its class has the attribute ``__psync_capture_error__``, and may have one for what to do
+    instead, ``__psync_capture_hint__``; by default it is to be called in the program.
     """
 
     def __init__(self, obj: object, reason: str) -> None:

@@ -29,7 +29,7 @@ from psync.serialization.captures import (
     name_of,
     type_name,
 )
-from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
+from psync.serialization.payloads import Packing, Payload, Segment, unpack
 
 KEY_BYTES = 16  # 128 bits: no two functions share a key by accident
 
@@ -54,8 +54,8 @@ class FunctionTable:
     `Function`. Single owner: the coordinator's loop thread.
     """
 
-    def __init__(self, *, main_by_name: bool = True) -> None:
-        self._main_by_name = main_by_name  # classes of __main__ travel by name
+    def __init__(self, packing: Packing | None = None) -> None:
+        self._packing = packing or Packing()
         self._known = weakref.WeakKeyDictionary[FunctionType, tuple[Function, CaptureWatch]]()
         self._by_key: weakref.WeakValueDictionary[bytes, Function] = weakref.WeakValueDictionary()
 
@@ -111,10 +111,9 @@ class FunctionTable:
     def _pickled(self, fn: Step, role: str) -> Function:
         name = name_of(fn)
         subject = f'{role} "{name}"'
-        payload = pack(fn, subject=subject, main_by_name=self._main_by_name)
+        payload = self._packing.value(fn, subject)
         if payload.remote_values:
             raise self._captured_remote_value(subject, fn)
-        check_size(payload, subject)
         digest = hashlib.blake2b(digest_size=KEY_BYTES)
         for segment in payload.segments:
             digest.update(segment)
@@ -128,7 +127,7 @@ class FunctionTable:
     def _captured_remote_value(self, subject: str, fn: Step) -> SerializationError:
         def fails(part: object) -> Exception | None:
             try:
-                found = pack(part, main_by_name=self._main_by_name).remote_values
+                found = self._packing.value(part, subject).remote_values
             except SerializationError:
                 return None
             return SerializationError() if found else None

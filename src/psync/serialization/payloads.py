@@ -297,8 +297,8 @@ def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) 
 class Packing:
     """How values are sent."""
 
-    limits: Limits  # for what is sent
-    main_by_name: bool  # whether classes of ``__main__`` travel by name
+    limits: Limits = DEFAULT_LIMITS  # for what is sent
+    main_by_name: bool = True  # whether classes of ``__main__`` travel by name
 
     def value(self, obj: object, subject: str, receiver: str = "a worker") -> Payload:
         """Return a value as it is sent; see ``pack``.
@@ -362,9 +362,10 @@ def _refuse(
 
 def _remedy(path: Sequence[object], receiver: str) -> str:
     """Return what to do about the last object of a path, in words: one thing, which works."""
-    obj = path[-1]
-    if isinstance(hint := getattr(type(obj), "__psync_capture_hint__", None), str):
-        return hint
+    obj, cls = path[-1], type(path[-1])
+    if hasattr(cls, "__psync_capture_error__"):
+        usual = "call it in the program, outside of steps"
+        return str(getattr(cls, "__psync_capture_hint__", usual))
     if inspect.iscoroutine(obj) or isinstance(obj, asyncio.Future):
         return "await it first"
     if inspect.isgenerator(obj):
@@ -472,8 +473,8 @@ _RUNNERS = frozenset({"psync", "asyncio", "concurrent", "contextvars", "threadin
 class Described(NamedTuple):
     """An exception as it travels."""
 
-    texts: tuple[str, str, str]  # qualified name of its type, its text, its traceback
     payload: Payload  # the exception itself, or EMPTY if it cannot be sent
+    texts: tuple[str, str, str]  # qualified name of its type, its text, its traceback
 
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
@@ -490,7 +491,7 @@ def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Desc
         _clip(text_of(exc), MAX_MESSAGE_CHARS),
         _clip("".join(lines), MAX_TRACEBACK_CHARS),
     )
-    return Described(texts, _pickled(exc, main_by_name))
+    return Described(_pickled(exc, main_by_name), texts)
 
 
 def rebuild_exception(

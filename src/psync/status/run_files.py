@@ -40,7 +40,7 @@ from psync.errors import (
 )
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
-from psync.net.shielding import end_all
+from psync.net.shielding import begin, end_all
 from psync.status.http import is_token
 from psync.status.model import MISFITS, Number, Whole
 from psync.status.units import seconds_text
@@ -166,9 +166,7 @@ async def answering(directory: Path, program: str, answer: Answer) -> AsyncItera
     responding: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(respond(reader, writer))
-        responding.add(task)
-        task.add_done_callback(responding.discard)
+        begin(respond(reader, writer), responding)
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):

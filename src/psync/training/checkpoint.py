@@ -593,7 +593,6 @@ class Checkpoint:
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
-    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(self, **objects: Any) -> None:
         forbid_in_step("making a checkpoint")
@@ -853,7 +852,6 @@ class CheckpointManager:
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
-    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ from psync.errors import (
     check_fits,
 )
 from psync.net.environment import note_training_began, run_over, training_presence
+from psync.net.shielding import at_most
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import Checkpoint
 from psync.training.trainer import awaited, call_back
@@ -125,7 +126,6 @@ class SidecarEvaluator:
     """
 
     __psync_capture_error__ = "an evaluator reads files of its own machine and is not for steps"
-    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     validation_skipped = False
     """Always False; callbacks ask their trainer."""
@@ -250,9 +250,7 @@ class SidecarEvaluator:
                 after = "" if newest is None else f" after {newest[1].name}"
                 goes_on = "" if training is None else f"; {training.describe()}"
                 logger.info("waiting for a checkpoint%s in %s%s", after, self._directory, goes_on)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_interval_s):
-                    await (over or asyncio.Event()).wait()
+            await at_most(self._poll_interval_s, (over or asyncio.Event()).wait())
         return None
 
     async def _read(self, number: int, path: Path) -> dict[str, Any] | None:

@@ -130,22 +130,6 @@ class History:
         if self.repeated:
             self.repeated[-1] += steps
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Return the history as plain data."""
-        return asdict(self)
-
-    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Restore a saved history."""
-        self.epoch, self.history = state["epoch"], state["history"]
-        self.repeated = state.get("repeated", [0] * len(self.epoch))
-        self.stop_reason = state.get("stop_reason")
-
-    def check_checkpoint_state(self, state: Any) -> None:
-        """Raise CheckpointError if the state is not a saved history."""
-        saved = read_json(to_json(state), _Saved, "the history of a fit")
-        if len(saved.repeated or saved.epoch) != len(saved.epoch):
-            raise wrong("the history of a fit", "repeated", "one for each epoch", saved.repeated)
-
 
 class FitState:
     """What a checkpoint holds of a trainer's fits: the history, and how many steps it lacks.
@@ -174,16 +158,21 @@ class FitState:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {**self.history.checkpoint_state(), "owed": self.owed}
+        return {**asdict(self.history), "owed": self.owed}
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Become what was saved."""
-        self.history.restore_checkpoint_state(state)
+        history = self.history
+        history.epoch, history.history = state["epoch"], state["history"]
+        history.repeated = state.get("repeated", [0] * len(history.epoch))
+        history.stop_reason = state.get("stop_reason")
         self.before = state.get("owed", 0)
 
     def check_checkpoint_state(self, state: Any) -> None:
         """Raise CheckpointError unless this was saved."""
-        self.history.check_checkpoint_state(state)
+        saved = read_json(to_json(state), _Saved, "the history of a fit")
+        if len(saved.repeated or saved.epoch) != len(saved.epoch):
+            raise wrong("the history of a fit", "repeated", "one for each epoch", saved.repeated)
 
 
 @dataclass

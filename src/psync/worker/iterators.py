@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 BATCHES_AHEAD = 2  # one is being used up while the other is ready; more only takes memory
 
 
+@dataclass(eq=False, repr=False)
 class WorkerIterator:
     """One worker's iterator over its dataset.
 
@@ -42,33 +44,25 @@ class WorkerIterator:
     Args:
         dataset_fn: Builds the dataset; called in the loader thread.
         context: What it is told.
-        worker_index: What ``get_worker_index`` returns in dataset code; by default the
-            pipeline's id.
+        worker_index: What ``get_worker_index`` returns in dataset code.
         ahead: How many batches may wait to be handed out. With 0 there is no thread: a batch is
             loaded when it is asked for, which a test under virtual time needs.
-        position: How many batches were handed out before, by an iterator that this one goes on
-            from: they are loaded and thrown away.
+        position: How many batches were handed out, at first by an iterator that this one goes on
+            from: those are loaded and thrown away.
         uid: Of its handle; the end of the data names it.
     """
 
-    def __init__(
-        self,
-        dataset_fn: Callable[..., Any],
-        context: InputContext,
-        *,
-        worker_index: int | None = None,
-        ahead: int = BATCHES_AHEAD,
-        position: int = 0,
-        uid: str = "",
-    ) -> None:
-        self._uid = uid
-        self.position = position  # batches handed out
-        self._to_skip = position
-        self.name = name_of(dataset_fn)
-        self._dataset_fn = dataset_fn
-        self._context = context
-        self._worker_index = context.input_pipeline_id if worker_index is None else worker_index
-        self._ahead = ahead
+    dataset_fn: Callable[..., Any]
+    context: InputContext
+    _: KW_ONLY
+    worker_index: int = 0
+    ahead: int = BATCHES_AHEAD
+    position: int = 0
+    uid: str = ""
+
+    def __post_init__(self) -> None:
+        self._to_skip = self.position
+        self.name = name_of(self.dataset_fn)
         self._source: Iterator[Any] | None = None  # the loader's own; None before and after
         # What loader and steps share. Re-entrant: without a thread, a step is the loader.
         self._changed = threading.Condition(threading.RLock())
@@ -79,7 +73,7 @@ class WorkerIterator:
         self._waiters: list[concurrent.futures.Future[None]] = []  # of `ready`
         self._epoch: int | None = None  # in which the dataset was begun, of those who count them
         self.thread: threading.Thread | None = None  # in which dataset code runs
-        if self._ahead > 0:
+        if self.ahead > 0:
             self.thread = threading.Thread(
                 target=self._run, name=f"psync dataset {self.name}", daemon=True
             )
@@ -109,7 +103,7 @@ class WorkerIterator:
                     return self._batches.popleft()
                 if self._end is not None:
                     if isinstance(self._end, EndOfData):
-                        self._end.data, self._end.batches = (self._uid, 0), self.position
+                        self._end.data, self._end.batches = (self.uid, 0), self.position
                     raise self._end.with_traceback(self._end_traceback)  # else it grows
                 if self.thread is None:
                     self._load()
@@ -138,7 +132,7 @@ class WorkerIterator:
                 return next(self)
             except EndOfData as exc:
                 if self._epoch >= epoch:
-                    exc.data = self._uid, epoch
+                    exc.data = self.uid, epoch
                     raise
             with self._changed:
                 self._epoch, self.position, self._to_skip, self._end = epoch, 0, 0, None
@@ -174,13 +168,13 @@ class WorkerIterator:
         while not self._closed:
             self._load()
             with self._changed:  # until another batch may be loaded
-                while not self._closed and (self._end or len(self._batches) >= self._ahead):
+                while not self._closed and (self._end or len(self._batches) >= self.ahead):
                     self._changed.wait()
         self._close_source()
 
     def _load(self) -> None:
         """Load one batch, or find the end. Runs user code."""
-        with inside(DatasetContext(self._worker_index)):
+        with inside(DatasetContext(self.worker_index)):
             try:
                 if self._source is None:
                     self._source = self._open()
@@ -200,7 +194,7 @@ class WorkerIterator:
 
     def _open(self) -> Iterator[Any]:
         try:
-            return open_dataset(self._dataset_fn, self._context)
+            return open_dataset(self.dataset_fn, self.context)
         except BaseException as exc:
             raise ClosureInputError(
                 f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
@@ -240,7 +234,7 @@ class WorkerIterator:
         source, self._source = self._source, None
         close = getattr(source, "close", None)
         if callable(close):
-            with inside(DatasetContext(self._worker_index)):
+            with inside(DatasetContext(self.worker_index)):
                 try:
                     close()
                 except Exception:  # of user code, where nobody asks for anything any more

@@ -200,6 +200,7 @@ class _CoordinatorGone(Exception):
     """A connection of the session is gone, and so the session is over."""
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The closures of one coordinator on this worker.
 
@@ -213,25 +214,20 @@ class Session:
         main_by_name: Whether this process runs the coordinator's script.
     """
 
-    def __init__(
-        self,
-        attach: messages.AttachWorker,
-        control: Connection,
-        bulk: Connection,
-        runtime: Runtime,
-        iterators: dict[str, WorkerIterator],
-        platform: Platform,
-        main_by_name: bool,
-    ) -> None:
-        self.attach = attach
-        self.control = control
-        self.runtime = runtime
-        self.bulk = bulk
-        self._iterators = iterators
-        self._ahead = BATCHES_AHEAD if platform.threads else 0  # that datasets load in threads
+    attach: messages.AttachWorker
+    control: Connection
+    bulk: Connection
+    runtime: Runtime
+    iterators: dict[str, WorkerIterator]
+    platform: Platform
+    main_by_name: bool
+
+    def __post_init__(self) -> None:
+        threads = self.platform.threads
+        self._ahead = BATCHES_AHEAD if threads else 0  # that datasets load in threads
         self._steps: dict[bytes, LoadedStep] = {}  # by key, as they were loaded
-        self._thread = StepThread() if platform.threads else None
-        self._packing = Packing(platform.limits, main_by_name)
+        self._thread = StepThread() if threads else None
+        self._packing = Packing(self.platform.limits, self.main_by_name)
         self._queue: deque[HeldClosure] = deque()
         self.running: HeldClosure | None = None
         self._wake = asyncio.Event()
@@ -352,11 +348,11 @@ class Session:
 
     def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches steps have been handed; close the iterator if that is all."""
-        iterator = self._iterators.get(message.uid)
+        iterator = self.iterators.get(message.uid)
         if iterator is None:
             return messages.Number(-1)
         if message.last:
-            self._iterators.pop(message.uid).close()
+            self.iterators.pop(message.uid).close()
         return messages.Number(iterator.position)
 
     def describe(self) -> list[str]:
@@ -407,7 +403,7 @@ class Session:
         self._runner.cancel()
         if self._thread is not None:
             self._thread.close()
-        for iterator in self._iterators.values():
+        for iterator in self.iterators.values():
             iterator.close()
         await asyncio.wait((self._runner,), timeout=CLOSE_TIMEOUT_S)
         if not self._runner.done():
@@ -579,8 +575,7 @@ class Session:
         if type(exc) is ValueError and "read-only" in text_of(exc):  # numpy's, which says no more
             if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
                 exc.add_note(READ_ONLY_HINT)
-        described = describe_exception(exc, main_by_name=self._packing.main_by_name)
-        return ClosureEnd(kind, described.payload, described.texts)
+        return ClosureEnd(kind, *describe_exception(exc, main_by_name=self._packing.main_by_name))
 
     async def _drain_pushes(self) -> None:
         """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
@@ -648,7 +643,7 @@ class Session:
             finally:
                 arriving.reset(token)
         for handle in handles:
-            iterator = self._iterators.get(handle.uid) or await self._build(handle)
+            iterator = self.iterators.get(handle.uid) or await self._build(handle)
             await iterator.ready()
         return args, kwargs
 
@@ -660,7 +655,7 @@ class Session:
             raise ClosureInputError(f"a dataset could not be built: {exc.message}") from exc
         # A worker that was added after the dataset was made reads the share of another one.
         share = self.attach.worker_index % handle.num_pipelines
-        made = self._iterators[handle.uid] = WorkerIterator(
+        made = self.iterators[handle.uid] = WorkerIterator(
             dataset_fn,
             InputContext(handle.num_pipelines, share, 1),
             ahead=self._ahead,

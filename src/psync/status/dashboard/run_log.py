@@ -43,6 +43,7 @@ from psync.errors import (
     os_errors,
     other_loop,
 )
+from psync.net.shielding import at_most
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, address_in, serving_dashboard
 from psync.status.model import MISFITS, ShardStatus, Status
@@ -484,9 +485,7 @@ class Recorder:
                     logger.exception("the dashboard cannot read the status")
                 fails = True
             if not is_last:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(INTERVAL_S):
-                        await self._closing.wait()
+                await at_most(INTERVAL_S, self._closing.wait())
 
 
 class report:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psync.net.platform import Parts, Platform
+from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.ps_task import PsTask
 from psync.store.snapshot import Loaded
@@ -25,19 +24,11 @@ class SabotagedPs(PsTask):
     apply_log: str  # directory in which it writes down what it applies; "": none
     of_backup: Callable[[], Parts]
 
-    def __init__(
-        self,
-        platform: Platform,
-        index: int,
-        address: str,
-        stopped: asyncio.Event | None = None,
-        *,
-        is_hosted: bool = False,
-    ) -> None:
-        self._log = ApplyLog(self.apply_log, index)
-        if is_hosted:
-            platform = dataclasses.replace(platform, parts=self.of_backup())
-        super().__init__(platform, index, address, stopped, is_hosted=is_hosted)
+    def __post_init__(self) -> None:
+        self._log = ApplyLog(self.apply_log, self.index)
+        if self.is_hosted:
+            self.platform = dataclasses.replace(self.platform, parts=self.of_backup())
+        super().__post_init__()
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve what was a backup until now."""
