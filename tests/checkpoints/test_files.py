@@ -297,9 +297,9 @@ def written_by_another(writer: Writer, name: str, uses: int = 1) -> list[Place]:
     data_file = DataFile(writer.temporary / name, planned)
     data_file.write(SIX)
     data_file.write(-SIX)
-    size, places = data_file.close()
-    writer.add_file(name, size, [("w", Slice(0, 6, name, *places[0]))] * uses)
-    return [Place(i, *place) for i, place in enumerate(places)]
+    written = data_file.close()
+    writer.add_file(name, written, [("w", Slice(0, 6, name, *written.places[0]))] * uses)
+    return [Place(i, *place) for i, place in enumerate(written.places)]
 
 
 def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def save_snapshots(
         name = f"ps-{ps}.safetensors"
         written = write_items(writer.temporary / name, each, layout.arrays[ps])
         slices, places = layout.lying_in(ps, name, written)
-        writer.add_file(name, written.size, slices)
+        writer.add_file(name, written, slices)
         writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places[drop:])
     return writer.commit()
 
@@ -589,17 +589,15 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 class TestDamageOfSnapshots:
     @pytest.mark.promise("checkpoints.damage-changes-nothing")
     @given(st.integers(0, 5), st.integers(0), st.integers(0, 7))
-    def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(
+    def test_a_flipped_bit_anywhere_is_found(
         self, snapshots: Path, file: int, at: int, bit: int
     ) -> None:
-        before, path = everything_in(snapshots), sorted(snapshots.iterdir())[file]
+        path = sorted(snapshots.iterdir())[file]
         whole = path.read_bytes()
         at %= len(whole)
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         after = everything_in(snapshots)
         path.write_bytes(whole)
-        if path.suffix == ".safetensors" and after == before:
-            return  # in a header, which the manifest repeats
         assert path.name in after
 
     def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:

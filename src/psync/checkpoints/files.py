@@ -290,7 +290,8 @@ class DataFile:
             raise CheckpointError(f"{self.path}: {name!r} was not written")
         with disk_errors(f"writing {self.path}"), self._opened() as file:
             current_disk.get().sync(file)
-        return WrittenFile(self._at, tuple(self._places))
+        header = len(self._header), zlib.crc32(self._header)
+        return WrittenFile(self._at, tuple(self._places), header)
 
 
 @dataclass(slots=True)
@@ -317,6 +318,7 @@ class Writer:
     states: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
+    _headers: dict[str, tuple[int, int]] = field(default_factory=dict)  # of those with arrays
     _slices: dict[str, list[Slice]] = field(default_factory=lambda: defaultdict(list))  # by tensor
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by ps
 
@@ -346,15 +348,17 @@ class Writer:
         with contextlib.suppress(OSError):
             current_disk.get().unlink(self.temporary / NONCE)
 
-    def add_file(self, name: str, size: int, slices: Sequence[tuple[str, Slice]]) -> None:
+    def add_file(
+        self, name: str, written: WrittenFile, slices: Sequence[tuple[str, Slice]]
+    ) -> None:
         """Note a data file that is complete; ``commit`` looks whether it is there.
 
         Args:
             name: In the directory.
-            size: In bytes, as its writer says.
+            written: What its writer says.
             slices: What lies in it of tensors, with their names.
         """
-        self._sizes[name] = size
+        self._sizes[name], self._headers[name] = written.size, written.header
         for tensor, piece in slices:
             self._slices[tensor].append(piece)
 
@@ -420,7 +424,7 @@ class Writer:
             for name, (shape, dtype) in self.tensors.items()
         }
         snapshots = tuple(self._snapshots[ps] for ps in sorted(self._snapshots))
-        return Manifest(self.number, tensors, self.states, self._sizes, snapshots)
+        return Manifest(self.number, tensors, self.states, self._sizes, snapshots, self._headers)
 
     def abandon(self) -> None:
         """Throw away what was written."""
@@ -488,7 +492,8 @@ class Reader:
 
     Raises:
         CheckpointNotFound: There is none, or it was never completed.
-        CheckpointCorrupt: Its manifest is damaged, or a file is missing or too short.
+        CheckpointCorrupt: Its manifest or the header of a data file is damaged, or a file is
+            missing or too short.
         CheckpointError: It is of a newer version, or cannot be read.
     """
 
@@ -512,6 +517,9 @@ class Reader:
                         f"{path / name}: expected {size} bytes, "
                         + ("it is not there" if found is None else f"got {found}")
                     )
+                nbytes, crc32 = self.manifest.headers.get(name, (0, 0))
+                for _ in read_pieces(path / name, 0, nbytes, "its header", crc32):
+                    pass
 
     def check(self, tensor: Tensor) -> None:
         """Read a tensor, where that was not done yet, and keep nothing of it.

@@ -1222,7 +1222,7 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
                 data_file.end_array()
             written = await in_thread(data_file.close)
     slices, places = layout.lying_in(ps, path.name, written)
-    writer.add_file(path.name, written.size, slices)
+    writer.add_file(path.name, written, slices)
     state = await in_thread(cut.snapshots[ps].to_bytes)
     await in_thread(writer.add_snapshot, ps, f"{name}.json", state, path.name, places)
 
@@ -1239,6 +1239,6 @@ async def _write_parts(
         for part in parts:
             value = await part.read() if values is None else values[part]
             await in_thread(data_file.write, value)
-        size, places = await in_thread(data_file.close)
-    slices = [part.slice_in(name, at) for part, at in zip(parts, places, strict=True)]
-    writer.add_file(name, size, slices)
+        written = await in_thread(data_file.close)
+    slices = [part.slice_in(name, at) for part, at in zip(parts, written.places, strict=True)]
+    writer.add_file(name, written, slices)
