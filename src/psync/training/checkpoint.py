@@ -980,13 +980,14 @@ class CheckpointManager:
 
         Raises:
             CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``. A damaged
-                checkpoint is not passed over: move its directory away to restore the one before.
+                checkpoint is not passed over, unless it has lost its file COMMIT, which is logged:
+                move its directory away to restore the one before.
             ConfigurationError: Another program uses the directory.
 
         Cancellation: See ``Checkpoint.restore``.
         """
         await self._own()
-        latest = await asyncio.to_thread(latest_checkpoint, self.directory)
+        latest = await asyncio.to_thread(_latest_restorable, self.directory)
         if latest is not None:
 
             async def restore() -> None:
@@ -1032,6 +1033,19 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """
     found = files.checkpoints_in(Path(directory))
     return found[-1][1] if found else None
+
+
+def _latest_restorable(directory: Path) -> Path | None:
+    """As ``latest_checkpoint``; log what is newer, and no checkpoint."""
+    for _, path in reversed(files.checkpoints_in(directory, damaged=True)):
+        if files.is_complete(path):
+            return path
+        logger.warning(
+            "%s is passed over: it has no COMMIT, since its save never ended, or the file was "
+            "lost; to restore it, put COMMIT back from a copy; otherwise move the directory away",
+            path,
+        )
+    return None
 
 
 def _coordinators() -> list[Coordinator]:
