@@ -602,7 +602,9 @@ class TestDamageOfSnapshots:
 
     def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:
         path = save_snapshots(tmp_path, drop=1)
-        with pytest.raises(CheckpointCorrupt, match=r"item 0 is not once, and whole, in ps-0"):
+        with pytest.raises(
+            CheckpointCorrupt, match=r'value of "w/part_0" is not once, and whole, in ps-0'
+        ):
             stored_snapshots(path)
 
     def test_no_checkpoint_and_one_without_snapshots_are_told_apart(self, tmp_path: Path) -> None:

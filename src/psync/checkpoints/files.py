@@ -587,8 +587,8 @@ class Reader:
         needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
         there = {place.item: place.nbytes for place in snapshot.places}
         if there != needed or len(snapshot.places) != len(there):
-            wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
-            named = f"item {wrong[0]}" if wrong else "an item"
+            wrong = sorted(i for i in needed if there.get(i) != needed[i])
+            named = str(state.items[wrong[0]]) if wrong else "an item"
             raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
         return StoredSnapshot(state, path / snapshot.data, snapshot.places)
 
@@ -743,7 +743,8 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointError: The file cannot be read.
     """
     for item, start, nbytes, crc32 in snapshot.places:
-        for _ in read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
+        what = str(snapshot.state.items[item])
+        for _ in read_pieces(snapshot.file, start, nbytes, what, crc32):
             pass
 
 

@@ -1206,7 +1206,9 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
             )
         if found is None:
             fill = element(part.fill, dtype_of(part.dtype))
-            item = SnapshotItem(part.key, part.optimizer, part.slot, part.shape, part.dtype, fill)
+            item = SnapshotItem(
+                part.label, part.key, part.optimizer, part.slot, part.shape, part.dtype, fill
+            )
             own[part] = iter(constant_views(item))  # as it is before the first push
         elif part.compute is not None:
             own[part] = await part.compute(await cut.read(*found))
