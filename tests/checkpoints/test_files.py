@@ -616,25 +616,31 @@ class TestDamageOfSnapshots:
 
 
 class TestNewestCheckpoints:
-    def test_the_last_two_are_kept_whatever_their_numbers(self) -> None:
+    def test_the_last_ones_that_are_there_are_kept_whatever_their_numbers(self) -> None:
         newest = NewestCheckpoints()
-        for name in ("ckpt-7", "ckpt-9", "ckpt-9", "ckpt-3"):
-            newest.add(Path(name))
-        assert newest.paths == [Path("ckpt-9"), Path("ckpt-3")]
-        assert newest.use_newest() == newest.in_use == Path("ckpt-3")
+        paths = [Path(f"ckpt-{number}") for number in (5, 7, 9, 3, 4, 1)]
+        for path in paths:
+            newest.add(path)
+        assert newest.paths == paths[1:]
+        newest.remove(paths[2])
+        newest.remove(paths[1])
+        assert newest.paths == paths[3:], "closures that the others lack are not remembered"
+        assert newest.use_newest() == newest.in_use == Path("ckpt-1")
 
     def test_one_that_is_passed_over_is_not_used_again(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         newest = NewestCheckpoints()
-        for number in range(3):
+        for number in range(4):
             newest.add(Path(f"ckpt-{number}"))
-        for number in (2, 1):
+        for number in (3, 2, 1, 0):
             assert newest.use_newest() == Path(f"ckpt-{number}")
             newest.pass_over(CheckpointCorrupt(f"ckpt-{number}/data: expected 1, got 2"))
         assert "passes over ckpt-2: ckpt-2/data: expected 1, got 2" in caplog.text
-        with pytest.raises(CheckpointError, match=r"ckpt-2/data: .*; ckpt-1/data: ") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"ckpt-3/.*; ckpt-2/.*; ckpt-1/.*; ckpt-0/"
+        ) as caught:
             newest.use_newest()
-        assert caught.value.hint == CheckpointCorrupt().hint
-        newest.add(Path("ckpt-3"))
-        assert newest.paths == [Path("ckpt-3")]
+        assert str(caught.value.hint).startswith("psync checkpoint inspect PATH")
+        newest.add(Path("ckpt-4"))
+        assert newest.paths == [Path("ckpt-4")]

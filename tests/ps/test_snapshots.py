@@ -88,7 +88,7 @@ async def test_bytes_may_come_over_the_network() -> None:
         await call(cluster, PrepareSnapshot(1, ""), state.to_bytes())
         half = MiB + 12
         for place, data in enumerate(items):
-            with pytest.raises(UsageError, match='incomplete.* "v/part_0" is missing'):
+            with pytest.raises(UsageError, match=r'incomplete.* "v/part_0" is missing'):
                 await take(cluster)
             with pytest.raises(UsageError, match=f"bytes from {half} on follow 0"):
                 await call(cluster, FillSnapshot(0, 1, place, half), data[half:])

@@ -127,7 +127,7 @@ class TestRecovery:
             with strategy.scope():
                 w = psync.Variable(np.zeros(1), name="w")
             checkpoint = psync.Checkpoint(w=w)
-            manager = psync.CheckpointManager(checkpoint, tmp_path / "run")
+            manager = psync.CheckpointManager(checkpoint, tmp_path / "run", max_to_keep=2)
             await checkpoint.save(tmp_path / "elsewhere")  # which nobody keeps
             assert not newest_of(strategy).paths
             paths = [await manager.save() for _ in range(3)]
@@ -143,8 +143,7 @@ class TestRecovery:
             often, best = (
                 psync.CheckpointManager(checkpoint, tmp_path / name) for name in ("often", "best")
             )
-            await best.save()
-            paths = [await often.save(), await best.save()]
+            paths = [await each.save() for each in (best, often, best)]
             del often, best  # the files are there, whoever has written them
             gc.collect()
             assert newest_of(strategy).paths == paths

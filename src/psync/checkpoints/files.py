@@ -775,18 +775,28 @@ def why_not(
     return None
 
 
+MOST_PATHS = 5
+"""To which a rollback may go. Closures are remembered since the first of them."""
+
+NONE_IS_WHOLE = (
+    "psync checkpoint inspect PATH names what is damaged in a checkpoint: move each damaged one "
+    "away, or bring its files back from a copy; then restart the program, which continues from the "
+    "newest that is left"
+)
+
+
 @dataclass(eq=False)
 class NewestCheckpoints:
-    """The last two checkpoints that a coordinator's program has saved or begun with.
+    """The newest checkpoints that a coordinator's program has saved or begun with.
 
-    ps tasks roll back to the newest one. If any file of it is damaged it is passed over, and they
-    roll back to the one before; not to older ones, since closures are remembered for two (see
-    ``EndedClosures``). One that was passed over is never used again, even if it can be read later:
-    what it has was undone.
+    ps tasks roll back to the last one. If any file of it is damaged it is passed over, and they
+    roll back to the one before. One that was passed over is never used again, even if it can be
+    read later: what it has was undone.
 
     Attributes:
         in_use: Where ps tasks are rolling back to, which must not be removed; None: nowhere.
-        paths: Those that may be used, the newest at the end.
+        paths: Those that may be used, the newest at the end: all that were saved since the first of
+            them, as ``EndedClosures`` needs it.
     """
 
     in_use: Path | None = None
@@ -795,8 +805,13 @@ class NewestCheckpoints:
 
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""
-        self.paths = [*[each for each in self.paths if each != path][-1:], path]
+        self.paths = [*self.paths, path][-MOST_PATHS:]
         self._passed_over = []
+
+    def remove(self, path: Path) -> None:
+        """Forget one that is going to be removed, and those before it."""
+        while path in self.paths:
+            self.paths.pop(0)
 
     def use_newest(self) -> Path:
         """Return the newest one that was not passed over.
@@ -806,7 +821,8 @@ class NewestCheckpoints:
         """
         if not self.paths:
             reasons = "; ".join(each.message for each in self._passed_over)
-            raise CheckpointError(reasons, hint=self._passed_over[0].hint)
+            own = [each.hint for each in self._passed_over if type(each) is CheckpointError]
+            raise CheckpointError(reasons, hint=next(filter(None, own), NONE_IS_WHOLE))
         self.in_use = self.paths[-1]
         return self.in_use
 

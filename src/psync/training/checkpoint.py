@@ -829,10 +829,11 @@ class Checkpoint:
 class CheckpointManager:
     """The numbered checkpoints of one program in one directory, with old ones removed.
 
-    When a ps is lost, the program rolls back to the newest checkpoint, or to the one before if a
-    file of it is damaged; see ``ClusterCoordinator``. The newest is the last one it saved. Before
-    the first save, it is the one that ``restore_or_initialize`` found, if the program and the
-    number of ps tasks and shards are the same. With several managers, the checkpoints of all count.
+    When a ps is lost, the program rolls back to the newest checkpoint, or to the newest before it
+    of which no file is damaged, of the last five; see ``ClusterCoordinator``. The newest is the
+    last one it saved. Before the first save, it is the one that ``restore_or_initialize`` found, if
+    the program and the number of ps tasks and shards are the same. With several managers, the
+    checkpoints of all count.
 
     While a coordinator is running, this process owns the directory, from the time the manager is
     created, or first used, under the coordinator. A manager of another program then raises an error
@@ -932,17 +933,18 @@ class CheckpointManager:
             )
         finally:
             self._under_way -= 1
-        needed: list[Path | None] = [path]
+        checkpoints = files.NewestCheckpoints()
         if coordinator is not None:
             coordinator.recovery.saved(path, snapshots)
-            # Not after an await: a rollback that begins from now on uses those of ``paths``.
             checkpoints = coordinator.recovery.checkpoints
-            needed = [checkpoints.in_use, *checkpoints.paths[-(self._max_to_keep or 1) :]]
+        # Not after an await: a rollback that begins from now on uses those of ``paths``.
+        needed = [path, *checkpoints.paths[-(self._max_to_keep or 1) :]]
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
-                if not stays and old not in needed:
+                if not (stays or old in needed or old == checkpoints.in_use):
+                    checkpoints.remove(old)
                     await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
