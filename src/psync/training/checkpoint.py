@@ -829,11 +829,10 @@ class Checkpoint:
 class CheckpointManager:
     """The numbered checkpoints of one program in one directory, with old ones removed.
 
-    When a ps is lost, the program rolls back to the newest checkpoint, or to the newest before it
-    of which no file is damaged, of the last five; see ``ClusterCoordinator``. The newest is the
-    last one it saved. Before the first save, it is the one that ``restore_or_initialize`` found, if
-    the program and the number of ps tasks and shards are the same. With several managers, the
-    checkpoints of all count.
+    When a ps is lost, the program rolls back to the newest of its last five checkpoints without a
+    damaged file; see ``ClusterCoordinator``. The newest is the last one it saved. Before the first
+    save, it is the one that ``restore_or_initialize`` found, if the program and the number of ps
+    tasks and shards are the same. With several managers, the checkpoints of all count.
 
     While a coordinator is running, this process owns the directory, from the time the manager is
     created, or first used, under the coordinator. A manager of another program then raises an error
