@@ -297,9 +297,9 @@ def written_by_another(writer: Writer, name: str, uses: int = 1) -> list[Place]:
     data_file = DataFile(writer.temporary / name, planned)
     data_file.write(SIX)
     data_file.write(-SIX)
-    size, places = data_file.close()
-    writer.add_file(name, size, [("w", Slice(0, 6, name, *places[0]))] * uses)
-    return [Place(i, *place) for i, place in enumerate(places)]
+    written = data_file.close()
+    writer.add_file(name, written, [("w", Slice(0, 6, name, *written.places[0]))] * uses)
+    return [Place(i, *place) for i, place in enumerate(written.places)]
 
 
 def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def save_snapshots(
         name = f"ps-{ps}.safetensors"
         written = write_items(writer.temporary / name, each, layout.arrays[ps])
         slices, places = layout.lying_in(ps, name, written)
-        writer.add_file(name, written.size, slices)
+        writer.add_file(name, written, slices)
         writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places[drop:])
     return writer.commit()
 
@@ -589,22 +589,22 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 class TestDamageOfSnapshots:
     @pytest.mark.promise("checkpoints.damage-changes-nothing")
     @given(st.integers(0, 5), st.integers(0), st.integers(0, 7))
-    def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(
+    def test_a_flipped_bit_anywhere_is_found(
         self, snapshots: Path, file: int, at: int, bit: int
     ) -> None:
-        before, path = everything_in(snapshots), sorted(snapshots.iterdir())[file]
+        path = sorted(snapshots.iterdir())[file]
         whole = path.read_bytes()
         at %= len(whole)
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         after = everything_in(snapshots)
         path.write_bytes(whole)
-        if path.suffix == ".safetensors" and after == before:
-            return  # in a header, which the manifest repeats
         assert path.name in after
 
     def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:
         path = save_snapshots(tmp_path, drop=1)
-        with pytest.raises(CheckpointCorrupt, match=r"item 0 is not once, and whole, in ps-0"):
+        with pytest.raises(
+            CheckpointCorrupt, match=r'value of "w/part_0" is not once, and whole, in ps-0'
+        ):
             stored_snapshots(path)
 
     def test_no_checkpoint_and_one_without_snapshots_are_told_apart(self, tmp_path: Path) -> None:
@@ -616,25 +616,31 @@ class TestDamageOfSnapshots:
 
 
 class TestNewestCheckpoints:
-    def test_the_last_two_are_kept_whatever_their_numbers(self) -> None:
+    def test_the_last_ones_that_are_there_are_kept_whatever_their_numbers(self) -> None:
         newest = NewestCheckpoints()
-        for name in ("ckpt-7", "ckpt-9", "ckpt-9", "ckpt-3"):
-            newest.add(Path(name))
-        assert newest.paths == [Path("ckpt-9"), Path("ckpt-3")]
-        assert newest.use_newest() == newest.in_use == Path("ckpt-3")
+        paths = [Path(f"ckpt-{number}") for number in (5, 7, 9, 3, 4, 1)]
+        for path in paths:
+            newest.add(path)
+        assert newest.paths == paths[1:]
+        newest.remove(paths[2])
+        newest.remove(paths[1])
+        assert newest.paths == paths[3:], "closures that the others lack are not remembered"
+        assert newest.use_newest() == newest.in_use == Path("ckpt-1")
 
     def test_one_that_is_passed_over_is_not_used_again(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         newest = NewestCheckpoints()
-        for number in range(3):
+        for number in range(4):
             newest.add(Path(f"ckpt-{number}"))
-        for number in (2, 1):
+        for number in (3, 2, 1, 0):
             assert newest.use_newest() == Path(f"ckpt-{number}")
             newest.pass_over(CheckpointCorrupt(f"ckpt-{number}/data: expected 1, got 2"))
         assert "passes over ckpt-2: ckpt-2/data: expected 1, got 2" in caplog.text
-        with pytest.raises(CheckpointError, match=r"ckpt-2/data: .*; ckpt-1/data: ") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"ckpt-3/.*; ckpt-2/.*; ckpt-1/.*; ckpt-0/"
+        ) as caught:
             newest.use_newest()
-        assert caught.value.hint == CheckpointCorrupt().hint
-        newest.add(Path("ckpt-3"))
-        assert newest.paths == [Path("ckpt-3")]
+        assert str(caught.value.hint).startswith("psync checkpoint inspect PATH")
+        newest.add(Path("ckpt-4"))
+        assert newest.paths == [Path("ckpt-4")]

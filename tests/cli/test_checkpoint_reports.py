@@ -58,13 +58,16 @@ def test_an_inspection_lists_everything(tmp_path: Path) -> None:
     assert any(line.startswith("long  ") and line.endswith("...") for line in lines)
 
 
+@pytest.mark.promise("checkpoints.damage-detected")
 def test_an_inspection_checks_every_byte(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    data = bytearray((path / "data").read_bytes())
-    data[-1] ^= 1
-    (path / "data").write_bytes(data)
-    with pytest.raises(CheckpointCorrupt, match="model/half"):
-        inspection(path)
+    for file in path.iterdir():
+        whole = file.read_bytes()
+        for at in range(0, len(whole), 7):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(CheckpointCorrupt, match=file.name):
+                inspection(path)
+        file.write_bytes(whole)
 
 
 def test_differences_are_named_with_their_size(tmp_path: Path) -> None:

@@ -75,20 +75,21 @@ def test_those_that_are_not_wholly_in_the_cut_are_undone_once() -> None:
 
 
 @pytest.mark.promise("closures.reschedule")
-@pytest.mark.parametrize("is_damaged", [True, False])
-def test_what_two_checkpoints_have_is_forgotten(is_damaged: bool) -> None:
-    """The newest may be damaged: then a rollback goes to the one before."""
-    ended, cuts = (
-        EndedClosures(),
-        [CutCalls([snapshot((3, 0))]), CutCalls([snapshot((3, 0), (4, 0))])],
-    )
-    for closure in (3, 4, 5):
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_what_all_checkpoints_of_a_rollback_have_is_forgotten(damaged: int) -> None:
+    """The newest may be damaged: then a rollback goes to one before."""
+    cuts = [CutCalls([snapshot(*((each, 0) for each in range(1, last)))]) for last in range(3, 7)]
+    ended = EndedClosures()
+    for closure in range(1, 7):
         ended.ended(closure, 1)
     for cut in cuts:
-        ended.saved(cut, ())
-    assert [closure in ended for closure in (3, 4, 5, 6)] == [False, True, True, False]
-    assert ended.undone(cuts[1]) == Undone((5,), 1)
-    assert ended.undone(cuts[0 if is_damaged else 1]) == Undone(*((4,), 1) if is_damaged else ())
+        ended.saved(cut, (), 3)
+    assert [closure in ended for closure in range(1, 8)] == [False] * 3 + [True] * 3 + [False]
+    assert ended.undone(cuts[3]) == Undone((6,), 1)
+    left = tuple(range(6 - damaged, 6))
+    assert ended.undone(cuts[3 - damaged]) == Undone(left, damaged)
+    ended.saved(cuts[3], (), 1)
+    assert not any(closure in ended for closure in range(7))
 
 
 def shard(number: int, undone: list[Identity]) -> tuple[Identities, Identity]:
@@ -107,11 +108,11 @@ def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -
     identities, identity = shard(3, undone)
     ended = EndedClosures(identities)
     ended.ended(numbered(3, 1), 2)
-    ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), ())
+    ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), (), 2)
     assert ended.undone(CutCalls([snapshot(final_below=5)])) == Undone(), "it is final there"
     ended.ended(numbered(3, 1), 2)
     cut = CutCalls([replace(NOTHING, calls=((3, 0, 0),), final_below=5, kept=((3, 1),))])
-    ended.saved(cut, ())
+    ended.saved(cut, (), 2)
     assert ended.undone(cut).closures == (8,)
     assert undone == [identity]
     assert not identity.is_done
@@ -137,10 +138,10 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
     ended = EndedClosures(identities)
     cut = CutCalls([replace(NOTHING, final_below=9, pending=(3,))])
     identity.is_open = True
-    ended.saved(cut, ())
+    ended.saved(cut, (), 2)
     assert ended.undone(cut) == Undone(), "it runs, and will run again"
     identity.is_open = False
-    ended.saved(cut, ())
+    ended.saved(cut, (), 2)
     assert ended.undone(cut).closures == (8,)
     assert undone == [identity]
 
@@ -148,11 +149,11 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
 def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:
     ended = EndedClosures()
     cut = CutCalls([replace(NOTHING, final_below=9, pending=(5, 7))])
-    ended.saved(cut, (7,))
+    ended.saved(cut, (7,), 2)
     assert ended.undone(cut) == Undone((5,), 1)
-    ended.saved(cut, (7,))
+    ended.saved(cut, (7,), 2)
     for _ in range(2):
-        ended.saved(CutCalls([snapshot((5, 0))]), (7,))
+        ended.saved(CutCalls([snapshot((5, 0))]), (7,), 2)
     assert ended.undone(cut) == Undone()
 
 
@@ -194,7 +195,7 @@ class TestKeptCalls:
         for closure in (3, 4):
             ended.ended(closure, 1)
             ended.kept.keep(closure, f"call {closure}", [])
-        ended.saved(CutCalls([snapshot((3, 0))]), ())
+        ended.saved(CutCalls([snapshot((3, 0))]), (), 2)
         assert ended.kept.nbytes > 0
         assert ended.undone(CutCalls([snapshot((3, 0))])) == Undone((4,), 1)
         assert ended.kept.take((4,)) == ["call 4"]
@@ -209,7 +210,7 @@ class TestKeptCalls:
             ended.ended_early(closure)
         pending = (5, 6)
         cut = CutCalls([replace(NOTHING, final_below=9, pending=pending)])
-        ended.saved(cut, ())
+        ended.saved(cut, (), 2)
         assert ended.undone(cut).closures == pending
         assert ended.kept.dropped(pending) == missing
 
@@ -217,9 +218,9 @@ class TestKeptCalls:
         ended = EndedClosures()
         end_with_call(ended, 3)
         ended.undone(CutCalls([snapshot()]))
-        ended.saved(CutCalls([snapshot()]), ())
+        ended.saved(CutCalls([snapshot()]), (), 2)
         assert ended.kept.nbytes > 0
-        ended.saved(CutCalls([snapshot()]), ())
+        ended.saved(CutCalls([snapshot()]), (), 2)
         assert ended.kept.nbytes == 0
         assert ended.kept.dropped((3,)) == [3]
 

@@ -21,10 +21,10 @@ def add_data(writer: Writer, name: str, *slices: tuple[str, int, Any]) -> None:
     with DataFile(writer.temporary / name, planned) as file:
         for value in values:
             file.write(iter([value[:1], value[1:]]) if value.ndim else value)
-        size, places = file.close()
+        written = file.close()
     rows = [value.shape[0] if value.ndim else 1 for value in values]
     made = [
         (tensor, Slice(row, count, name, *place))
-        for (tensor, row, _), count, place in zip(slices, rows, places, strict=True)
+        for (tensor, row, _), count, place in zip(slices, rows, written.places, strict=True)
     ]
-    writer.add_file(name, size, made)
+    writer.add_file(name, written, made)

@@ -87,8 +87,7 @@ async def test_a_damaged_byte_anywhere_is_an_error_and_nothing_is_restored(tmp_p
         assert len(files) == 7
         for file in files:
             whole = file.read_bytes()
-            is_read = file.suffix != ".safetensors"  # whose headers the manifest repeats
-            for at in range(0 if is_read else len(whole) - 16, len(whole), 11 if is_read else 3):
+            for at in range(0, len(whole), 11):
                 file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
                 with pytest.raises(CheckpointError, match=f"{path}.*{file.name}"):
                     await checkpoint.restore(path)

@@ -36,7 +36,7 @@ def loaded(frozen: Frozen) -> Loaded:
 
 
 def written(path: Path, frozen: Frozen) -> list[Place]:
-    size, places = write_items(path, frozen, ITEMS)
+    size, places, _ = write_items(path, frozen, ITEMS)
     assert size == path.stat().st_size
     return [Place(place, *at) for (place, _), at in zip(ITEMS, places, strict=True)]
 
@@ -52,7 +52,7 @@ def test_a_damaged_byte_is_found_and_its_item_named(
         byte = file.read(1)
         file.seek(start + 5)
         file.write(bytes([byte[0] ^ 1]))
-    name = f"the value of shard 0 of variable {places[at].item}"
+    name = f'the value of "{ITEMS[at][1]}/part_0"'
     with pytest.raises(CheckpointCorrupt, match=f"a: {name}: expected checksum"):
         read_items(tmp_path / "a", loaded(frozen), places)
 

@@ -256,7 +256,7 @@ class TestFrozen:
                             (3, 2 * BLOCK_BYTES + 1)]:  # fmt: skip
             assert b"".join(map(bytes, snapshot.part(1, start, stop))) == whole[start:stop]
         for start, stop in [(-1, 3), (4, 3), (0, len(whole) + 1)]:
-            with pytest.raises(CheckpointError, match="the value of shard 0 of variable 1: no"):
+            with pytest.raises(CheckpointError, match='the value of "v/part_0": no'):
                 snapshot.part(1, start, stop)
         with pytest.raises(CheckpointError, match="item 9 of a snapshot is"):
             snapshot.part(9, 0, 0)

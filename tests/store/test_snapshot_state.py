@@ -225,8 +225,8 @@ def test_an_item_says_what_it_is() -> None:
     assert [item.nbytes for item in STATE.items] == [12, 24, 24, 4]
     assert not m.is_constant
     assert v.is_constant
-    assert str(half) == "the value of shard 1 of variable 0"
-    assert str(v) == "slot 'v' of optimizer 1 of shard 1 of variable 0"
+    assert str(half) == 'the value of "h/part_1"'
+    assert str(v) == "slot 'v' of optimizer 1 of \"h/part_1\""
     assert flags.dtype == "bool"
 
 

@@ -53,10 +53,24 @@ async def test_a_number_may_be_given_once(tmp_path: Path) -> None:
         assert (await manager.save(checkpoint_number=120)).name == "ckpt-00000120"
         with pytest.raises(CheckpointError, match="already exists"):
             await manager.save(checkpoint_number=120)
-        path = await manager.save()
-        assert path.name == "ckpt-00000121"
-        (path / "COMMIT").unlink()
-        assert (await manager.save()).name == "ckpt-00000122"
+        assert (await manager.save()).name == "ckpt-00000121"
+
+
+async def test_one_that_has_lost_its_commit_is_named_and_keeps_its_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+        first, second = await manager.save(), await manager.save()
+        (second / "COMMIT").unlink()
+        assert await manager.restore_or_initialize() == first
+        third = await manager.save()
+        assert third.name == "ckpt-00000003"
+        assert await manager.restore_or_initialize() == third
+        (said,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+        assert said.startswith(f"{second} is passed over: it has no COMMIT")
 
 
 async def test_what_a_program_left_that_died_over_a_checkpoint_goes_with_the_next_save(
@@ -113,7 +127,7 @@ class TestRecovery:
             with strategy.scope():
                 w = psync.Variable(np.zeros(1), name="w")
             checkpoint = psync.Checkpoint(w=w)
-            manager = psync.CheckpointManager(checkpoint, tmp_path / "run")
+            manager = psync.CheckpointManager(checkpoint, tmp_path / "run", max_to_keep=2)
             await checkpoint.save(tmp_path / "elsewhere")  # which nobody keeps
             assert not newest_of(strategy).paths
             paths = [await manager.save() for _ in range(3)]
@@ -129,8 +143,7 @@ class TestRecovery:
             often, best = (
                 psync.CheckpointManager(checkpoint, tmp_path / name) for name in ("often", "best")
             )
-            await best.save()
-            paths = [await often.save(), await best.save()]
+            paths = [await each.save() for each in (best, often, best)]
             del often, best  # the files are there, whoever has written them
             gc.collect()
             assert newest_of(strategy).paths == paths

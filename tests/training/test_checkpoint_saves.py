@@ -553,6 +553,7 @@ async def test_a_checkpoint_with_snapshots_of_an_earlier_version_is_read() -> No
     path = Path(__file__).parent / "golden" / "checkpoints" / "with-images"
     stored = stored_snapshots(path)
     states = [each.state for each in stored]
+    assert "without a checksum of its header" in inspection(path)[-1]
     assert [spec.shape for state in states for spec in state.shards] == [(4, 2), (3, 2)]
     assert [len(state.senders) > 0 for state in states] == [True, True]
     async with training(3, 1, psync.FixedShardsPartitioner(3)) as (strategy, _):

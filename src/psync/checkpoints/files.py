@@ -290,7 +290,8 @@ class DataFile:
             raise CheckpointError(f"{self.path}: {name!r} was not written")
         with disk_errors(f"writing {self.path}"), self._opened() as file:
             current_disk.get().sync(file)
-        return WrittenFile(self._at, tuple(self._places))
+        header = len(self._header), zlib.crc32(self._header)
+        return WrittenFile(self._at, tuple(self._places), header)
 
 
 @dataclass(slots=True)
@@ -317,6 +318,7 @@ class Writer:
     states: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
+    _headers: dict[str, tuple[int, int]] = field(default_factory=dict)  # of those with arrays
     _slices: dict[str, list[Slice]] = field(default_factory=lambda: defaultdict(list))  # by tensor
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by ps
 
@@ -346,15 +348,17 @@ class Writer:
         with contextlib.suppress(OSError):
             current_disk.get().unlink(self.temporary / NONCE)
 
-    def add_file(self, name: str, size: int, slices: Sequence[tuple[str, Slice]]) -> None:
+    def add_file(
+        self, name: str, written: WrittenFile, slices: Sequence[tuple[str, Slice]]
+    ) -> None:
         """Note a data file that is complete; ``commit`` looks whether it is there.
 
         Args:
             name: In the directory.
-            size: In bytes, as its writer says.
+            written: What its writer says.
             slices: What lies in it of tensors, with their names.
         """
-        self._sizes[name] = size
+        self._sizes[name], self._headers[name] = written.size, written.header
         for tensor, piece in slices:
             self._slices[tensor].append(piece)
 
@@ -420,7 +424,7 @@ class Writer:
             for name, (shape, dtype) in self.tensors.items()
         }
         snapshots = tuple(self._snapshots[ps] for ps in sorted(self._snapshots))
-        return Manifest(self.number, tensors, self.states, self._sizes, snapshots)
+        return Manifest(self.number, tensors, self.states, self._sizes, snapshots, self._headers)
 
     def abandon(self) -> None:
         """Throw away what was written."""
@@ -488,7 +492,8 @@ class Reader:
 
     Raises:
         CheckpointNotFound: There is none, or it was never completed.
-        CheckpointCorrupt: Its manifest is damaged, or a file is missing or too short.
+        CheckpointCorrupt: Its manifest or the header of a data file is damaged, or a file is
+            missing or too short.
         CheckpointError: It is of a newer version, or cannot be read.
     """
 
@@ -512,6 +517,9 @@ class Reader:
                         f"{path / name}: expected {size} bytes, "
                         + ("it is not there" if found is None else f"got {found}")
                     )
+                nbytes, crc32 = self.manifest.headers.get(name, (0, 0))
+                for _ in read_pieces(path / name, 0, nbytes, "its header", crc32):
+                    pass
 
     def check(self, tensor: Tensor) -> None:
         """Read a tensor, where that was not done yet, and keep nothing of it.
@@ -579,8 +587,8 @@ class Reader:
         needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
         there = {place.item: place.nbytes for place in snapshot.places}
         if there != needed or len(snapshot.places) != len(there):
-            wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
-            named = f"item {wrong[0]}" if wrong else "an item"
+            wrong = sorted(i for i in needed if there.get(i) != needed[i])
+            named = str(state.items[wrong[0]]) if wrong else "an item"
             raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
         return StoredSnapshot(state, path / snapshot.data, snapshot.places)
 
@@ -735,7 +743,8 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointError: The file cannot be read.
     """
     for item, start, nbytes, crc32 in snapshot.places:
-        for _ in read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
+        what = str(snapshot.state.items[item])
+        for _ in read_pieces(snapshot.file, start, nbytes, what, crc32):
             pass
 
 
@@ -766,18 +775,28 @@ def why_not(
     return None
 
 
+MOST_PATHS = 5
+"""To which a rollback may go. Closures are remembered since the first of them."""
+
+NONE_IS_WHOLE = (
+    "psync checkpoint inspect PATH names what is damaged in a checkpoint: move each damaged one "
+    "away, or bring its files back from a copy; then restart the program, which continues from the "
+    "newest that is left"
+)
+
+
 @dataclass(eq=False)
 class NewestCheckpoints:
-    """The last two checkpoints that a coordinator's program has saved or begun with.
+    """The newest checkpoints that a coordinator's program has saved or begun with.
 
-    ps tasks roll back to the newest one. If any file of it is damaged it is passed over, and they
-    roll back to the one before; not to older ones, since closures are remembered for two (see
-    ``EndedClosures``). One that was passed over is never used again, even if it can be read later:
-    what it has was undone.
+    ps tasks roll back to the last one. If any file of it is damaged it is passed over, and they
+    roll back to the one before. One that was passed over is never used again, even if it can be
+    read later: what it has was undone.
 
     Attributes:
         in_use: Where ps tasks are rolling back to, which must not be removed; None: nowhere.
-        paths: Those that may be used, the newest at the end.
+        paths: Those that may be used, the newest at the end: all that were saved since the first of
+            them, as ``EndedClosures`` needs it.
     """
 
     in_use: Path | None = None
@@ -786,8 +805,13 @@ class NewestCheckpoints:
 
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""
-        self.paths = [*[each for each in self.paths if each != path][-1:], path]
+        self.paths = [*self.paths, path][-MOST_PATHS:]
         self._passed_over = []
+
+    def remove(self, path: Path) -> None:
+        """Forget one that is going to be removed, and those before it."""
+        while path in self.paths:
+            self.paths.pop(0)
 
     def use_newest(self) -> Path:
         """Return the newest one that was not passed over.
@@ -797,7 +821,8 @@ class NewestCheckpoints:
         """
         if not self.paths:
             reasons = "; ".join(each.message for each in self._passed_over)
-            raise CheckpointError(reasons, hint=self._passed_over[0].hint)
+            own = [each.hint for each in self._passed_over if type(each) is CheckpointError]
+            raise CheckpointError(reasons, hint=next(filter(None, own), NONE_IS_WHOLE))
         self.in_use = self.paths[-1]
         return self.in_use
 

@@ -117,6 +117,7 @@ class WrittenFile(NamedTuple):
 
     size: Whole  # in bytes
     places: tuple[tuple[Whole, Whole, Whole], ...]  # first byte, bytes, crc32 of each array
+    header: tuple[Whole, Whole] = (0, 0)  # bytes, crc32 of what precedes the first array
 
 
 class Place(NamedTuple):
@@ -147,12 +148,13 @@ class Manifest:
     states: Mapping[str, Any] = field(default_factory=dict)  # of objects without tensors: JSON
     files: Mapping[str, int] = field(default_factory=dict)  # name → size in bytes
     snapshots: tuple[Snapshot, ...] = ()  # of each ps, or none
+    headers: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # see ``WrittenFile``
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
         stored = _Stored(
             FORMAT, VERSION, self.number, tuple(self.tensors.values()), dict(self.states),
-            dict(self.files), self.snapshots,
+            dict(self.files), self.snapshots, dict(self.headers),
         )  # fmt: skip
         return to_json(stored, indent=1)  # states come back in the order that they have
 
@@ -167,7 +169,9 @@ class _Stored:
     tensors: tuple[Tensor, ...]
     states: dict[str, Any]
     files: dict[Text, Whole]
-    images: tuple[Snapshot, ...] = ()  # which older ones do not have
+    # Older ones do not have these.
+    images: tuple[Snapshot, ...] = ()
+    headers: dict[str, tuple[Whole, Whole]] = field(default_factory=dict)
 
 
 def commit_line(manifest: bytes) -> bytes:
@@ -217,7 +221,9 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
             if place.start + place.nbytes > size:
                 what = f"a place in {snapshot.data!r}"
                 raise wrong(subject, what, f"one within {size} bytes", tuple(place))
-    return Manifest(stored.number, tensors, stored.states, stored.files, stored.images)
+    return Manifest(
+        stored.number, tensors, stored.states, stored.files, stored.images, stored.headers
+    )
 
 
 def _check_slices(tensor: Tensor, files: Mapping[str, int], where: str) -> None:

@@ -305,7 +305,7 @@ class ClusterRecovery:
     def saved(self, path: Path, snapshots: Sequence[SnapshotState]) -> None:
         """There is a new checkpoint: a rollback goes to it from now on."""
         self.checkpoints.add(path)
-        self.ended.saved(CutCalls(snapshots), self.queue.open)
+        self.ended.saved(CutCalls(snapshots), self.queue.open, len(self.checkpoints.paths))
 
     def note_ended(
         self, number: int, updates: int, closure: Closure | None, call: ScheduledCall | None,
@@ -597,15 +597,14 @@ class ClusterRecovery:
         """
         left = [each for each in await self.links.ps_counters(1.0) if each is not None]
         self._from_step = max((each["iterations"] for each in left), default=0)
-        snapshots = None
-        while snapshots is None:
+        while True:
             path = self.checkpoints.use_newest()
             try:
                 snapshots = await asyncio.to_thread(stored_snapshots, path)
                 self._check_fits(path, snapshots)
+                break
             except CheckpointError as exc:
                 self.checkpoints.pass_over(exc)
-                snapshots = None
         incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
         self._snapshots = [
             replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))

@@ -76,7 +76,12 @@ def inspection(path: Path) -> list[str]:
         check_places(stored)
         nbytes = sum(place.nbytes for place in stored.places)
         lines.append(f"{stored.file.name}  all that a ps held, to recover it  {bytes_text(nbytes)}")
-    return lines
+    unknown = reader.manifest.files.keys() - reader.manifest.headers.keys()
+    return lines + [
+        f"{name}  saved by an earlier psync, without a checksum of its header"
+        for name in sorted(unknown)
+        if name.endswith(".safetensors")
+    ]
 
 
 def differences(first: Path, second: Path) -> list[Difference]:

@@ -13,7 +13,7 @@ program need not schedule them again: the next rollback, or the second checkpoin
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -160,9 +160,9 @@ class KeptCalls:
 
 
 class EndedClosures:
-    """The closures that have ended and updated something since the last checkpoint but one.
+    """The closures that have ended and updated what the oldest checkpoint of a rollback lacks.
 
-    The last one may turn out to be damaged, so a rollback may go one further back.
+    The last ones may turn out to be damaged, so a rollback may go further back.
 
     Args:
         identities: Of those that may come again.
@@ -173,33 +173,34 @@ class EndedClosures:
 
     def __init__(self, identities: Identities | None = None) -> None:
         self._identities = Identities() if identities is None else identities
-        # By the id of the first run: not in the last checkpoint; in it, not in the one before.
-        self._ended: dict[int, _Ended] = {}
-        self._saved: dict[int, _Ended] = {}
+        # By the id of the first run. At the end those that no checkpoint has; before them those
+        # that the last one has, and not the one before; and so on.
+        self._ended = deque[dict[int, _Ended]]([{}])
         self._early: deque[int] = deque(maxlen=NOTED_EARLY)
         self._undone: Sequence[int] = ()  # by the last rollback; their calls are kept
         self._saves = 0  # since then
         self.kept = KeptCalls()
 
     def __contains__(self, closure: int) -> bool:
-        return closure in self._ended or closure in self._saved
+        return any(closure in each for each in self._ended)
 
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
         first = first_of(number)
         identity = self._identities.get(first)
         last = first if identity is None else identity.newest
-        self._ended[first] = _Ended(last, calls, identity)
+        self._ended[-1][first] = _Ended(last, calls, identity)
 
     def ended_early(self, closure: int) -> None:
         """Note a closure that has ended before the first cut, and that may be repeated."""
         self._early.append(closure)
 
-    def saved(self, cut: CutCalls, still_open: Container[int]) -> None:
-        """Forget those that are in a checkpoint now.
+    def saved(self, cut: CutCalls, still_open: Container[int], num_checkpoints: int) -> None:
+        """Note what is in a new checkpoint, and forget what is in all to which a rollback may go.
 
         Args:
             cut: What is in it.
+            num_checkpoints: To which a rollback may go, the new one is the last of them.
             still_open: Closures that have not ended yet. One that had before the first cut was
                 begun was not noted, and may wait for its step in that. Its call was not kept: to
                 schedule it again fails, if it is one that may be repeated.
@@ -207,15 +208,18 @@ class EndedClosures:
         self._saves += 1
         if self._saves == KEPT_SAVES:
             self.kept.expire(self._undone)
-        noted, early = self._ended, set(self._early)
-        self.kept.forget(one.id for first, one in self._saved.items() if first not in noted)
+        early = set(self._early)
         older = min(early) if len(early) == NOTED_EARLY else 0  # of these nothing is known
         self._early.clear()
-        self._ended = {
-            first: one for first, one in noted.items() if cut.num_missing(first, one.calls)
-        }
-        self._saved = {first: one for first, one in noted.items() if first not in self._ended}
-        for first in cut.pending - self._ended.keys():
+        noted = self._ended[-1]
+        lacking = {first: one for first, one in noted.items() if cut.num_missing(first, one.calls)}
+        for first in lacking:
+            del noted[first]
+        self._ended.append(lacking)
+        while len(self._ended) > num_checkpoints:
+            forgotten = self._ended.popleft().items()
+            self.kept.forget(one.id for first, one in forgotten if first not in self)
+        for first in cut.pending - lacking.keys():
             identity = self._identities.get(first)
             if first in still_open if identity is None else identity.is_open:
                 continue
@@ -232,7 +236,7 @@ class EndedClosures:
         """
         self.kept.expire(self._undone)
         undone, updates, saved = [], 0, dict[int, _Ended]()
-        for first, one in {**self._saved, **self._ended}.items():
+        for first, one in ChainMap(*reversed(self._ended)).items():
             missing = cut.num_missing(first, one.calls)
             updates += missing
             if not missing:
@@ -241,6 +245,6 @@ class EndedClosures:
             undone.append(one.id)
             if one.identity is not None:
                 self._identities.undo(one.identity)
-        self._ended, self._saved = {}, saved
+        self._ended = deque((saved, {}))
         self._undone, self._saves = tuple(sorted(undone)), 0
         return Undone(self._undone, updates)

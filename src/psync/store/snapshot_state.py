@@ -65,6 +65,7 @@ MAX_ITEM_BYTES = 1 << 42
 class SnapshotItem:
     """One array of a snapshot: a shard's value, or one of its slots."""
 
+    shard: str  # its name
     key: Key  # of the shard: (variable id, shard index)
     optimizer: int  # -1: the shard's value
     slot: str  # "" for the value
@@ -84,7 +85,7 @@ class SnapshotItem:
 
     def __str__(self) -> str:
         of = f"slot {self.slot!r} of optimizer {self.optimizer}" if self.slot else "the value"
-        return f"{of} of shard {self.key[1]} of variable {self.key[0]}"
+        return f"{of} of {self.shard}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +114,11 @@ class ShardSnapshot:
     @functools.cached_property
     def items(self) -> list[SnapshotItem]:
         """Its value, then its slots."""
-        key, shape = (self.id, self.index), self.shape
-        items = [SnapshotItem(key, -1, "", shape, self.dtype, self.fill)]
+        name, key, shape = str(self.spec), (self.id, self.index), self.shape
+        items = [SnapshotItem(name, key, -1, "", shape, self.dtype, self.fill)]
         for optimizer, slot, fill in self.slots:
             dtype = dtype_name(slot_dtype(dtype_of(self.dtype)))
-            items.append(SnapshotItem(key, optimizer, slot, shape, dtype, fill))
+            items.append(SnapshotItem(name, key, optimizer, slot, shape, dtype, fill))
         return items
 
 

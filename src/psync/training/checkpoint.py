@@ -828,10 +828,10 @@ class Checkpoint:
 class CheckpointManager:
     """The numbered checkpoints of one program in one directory, with old ones removed.
 
-    When a ps is lost, the program rolls back to the newest checkpoint, or to the one before if a
-    file of it is damaged; see ``ClusterCoordinator``. The newest is the last one it saved. Before
-    the first save, it is the one that ``restore_or_initialize`` found, if the program and the
-    number of ps tasks and shards are the same. With several managers, the checkpoints of all count.
+    When a ps is lost, the program rolls back to the newest of its last five checkpoints without a
+    damaged file; see ``ClusterCoordinator``. The newest is the last one it saved. Before the first
+    save, it is the one that ``restore_or_initialize`` found, if the program and the number of ps
+    tasks and shards are the same. With several managers, the checkpoints of all count.
 
     While a coordinator is running, this process owns the directory, from the time the manager is
     created, or first used, under the coordinator. A manager of another program then raises an error
@@ -930,17 +930,18 @@ class CheckpointManager:
             )
         finally:
             self._under_way -= 1
-        needed: list[Path | None] = [path]
+        checkpoints = files.NewestCheckpoints()
         if coordinator is not None:
             coordinator.recovery.saved(path, snapshots)
-            # Not after an await: a rollback that begins from now on uses those of ``paths``.
             checkpoints = coordinator.recovery.checkpoints
-            needed = [checkpoints.in_use, *checkpoints.paths[-(self._max_to_keep or 1) :]]
+        # Not after an await: a rollback that begins from now on uses those of ``paths``.
+        needed = [path, *checkpoints.paths[-(self._max_to_keep or 1) :]]
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
-                if not stays and old not in needed:
+                if not (stays or old in needed or old == checkpoints.in_use):
+                    checkpoints.remove(old)
                     await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
@@ -978,13 +979,14 @@ class CheckpointManager:
 
         Raises:
             CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``. A damaged
-                checkpoint is not passed over: move its directory away to restore the one before.
+                checkpoint is not passed over, unless it has lost its file COMMIT, which is logged:
+                move its directory away to restore the one before.
             ConfigurationError: Another program uses the directory.
 
         Cancellation: See ``Checkpoint.restore``.
         """
         await self._own()
-        latest = await asyncio.to_thread(latest_checkpoint, self.directory)
+        latest = await asyncio.to_thread(_latest_restorable, self.directory)
         if latest is not None:
 
             async def restore() -> None:
@@ -1030,6 +1032,19 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """
     found = files.checkpoints_in(Path(directory))
     return found[-1][1] if found else None
+
+
+def _latest_restorable(directory: Path) -> Path | None:
+    """As ``latest_checkpoint``; log what is newer, and no checkpoint."""
+    for _, path in reversed(files.checkpoints_in(directory, damaged=True)):
+        if files.is_complete(path):
+            return path
+        logger.warning(
+            "%s is passed over: it has no COMMIT, since its save never ended, or the file was "
+            "lost; to restore it, put COMMIT back from a copy; otherwise move the directory away",
+            path,
+        )
+    return None
 
 
 def _coordinators() -> list[Coordinator]:
@@ -1190,7 +1205,9 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
             )
         if found is None:
             fill = element(part.fill, dtype_of(part.dtype))
-            item = SnapshotItem(part.key, part.optimizer, part.slot, part.shape, part.dtype, fill)
+            item = SnapshotItem(
+                part.label, part.key, part.optimizer, part.slot, part.shape, part.dtype, fill
+            )
             own[part] = iter(constant_views(item))  # as it is before the first push
         elif part.compute is not None:
             own[part] = await part.compute(await cut.read(*found))
@@ -1220,7 +1237,7 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
                 data_file.end_array()
             written = await in_thread(data_file.close)
     slices, places = layout.lying_in(ps, path.name, written)
-    writer.add_file(path.name, written.size, slices)
+    writer.add_file(path.name, written, slices)
     state = await in_thread(cut.snapshots[ps].to_bytes)
     await in_thread(writer.add_snapshot, ps, f"{name}.json", state, path.name, places)
 
@@ -1237,6 +1254,6 @@ async def _write_parts(
         for part in parts:
             value = await part.read() if values is None else values[part]
             await in_thread(data_file.write, value)
-        size, places = await in_thread(data_file.close)
-    slices = [part.slice_in(name, at) for part, at in zip(parts, places, strict=True)]
-    writer.add_file(name, size, slices)
+        written = await in_thread(data_file.close)
+    slices = [part.slice_in(name, at) for part, at in zip(parts, written.places, strict=True)]
+    writer.add_file(name, written, slices)

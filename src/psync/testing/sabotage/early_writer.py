@@ -31,6 +31,7 @@ from psync.checkpoints.manifest import (
     Slice,
     Snapshot,
     Tensor,
+    WrittenFile,
     commit_line,
 )
 from psync.specs import dtype_of
@@ -48,7 +49,7 @@ class EarlyWriter(Writer):
         blank = DataFile(self.temporary / BLANK, self.tensors)
         for shape, dtype in self.tensors.values():
             blank.write(np.zeros(shape, dtype_of(dtype)))
-        self._sizes[BLANK], places = blank.close()
+        self._sizes[BLANK], places, _ = blank.close()
         self._blanks = {name: start for name, (start, *_) in zip(self.tensors, places, strict=True)}
         self._mark()
 
@@ -57,9 +58,11 @@ class EarlyWriter(Writer):
         """The directory in which files are written: no other one than in the end."""
         return self.directory / self.name
 
-    def add_file(self, name: str, size: int, slices: Sequence[tuple[str, Slice]]) -> None:
+    def add_file(
+        self, name: str, written: WrittenFile, slices: Sequence[tuple[str, Slice]]
+    ) -> None:
         """Note a data file, and say so in the manifest."""
-        super().add_file(name, size, slices)
+        super().add_file(name, written, slices)
         self._mark()
 
     def add_snapshot(

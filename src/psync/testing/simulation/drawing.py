@@ -536,7 +536,10 @@ class _Draw:
             batches = tuple(self._saving(each, rng) for each in batches * rng.choice((1, 2)))
         faults = []
         for number in range(rng.choice((1, 1, 2))):
-            count, delay_s = 2 + number, rng.choice((0.0, round(10 ** rng.uniform(-4, 0.5), 5)))
+            count, delay_s = (
+                rng.choice((2, 3)) + number,
+                rng.choice((0.0, round(10 ** rng.uniform(-4, 0.5), 5))),
+            )
             when = Trigger(0.0, "moment", "saved", count, "", delay_s)
             dies = dataclasses.replace(when, delay_s=delay_s + rng.choice((0.0, 0.001, 0.1)))
             target = f"ps-{rng.randrange(plan.num_ps)}"

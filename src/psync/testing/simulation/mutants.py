@@ -213,7 +213,11 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "one_checkpoint_is_remembered": Mutant(
         "a rollback to the checkpoint before the newest names the closures that that one has",
-        ("damaged",), ((EndedClosures, "saved", wrong.remembers_one),),
+        ("damaged",), ((EndedClosures, "saved", wrong.remembers(1)),),
+    ),
+    "two_checkpoints_are_remembered": Mutant(
+        "a rollback that passes over two checkpoints names the closures that these have",
+        ("damaged",), ((EndedClosures, "saved", wrong.remembers(2)),),
     ),
     "passed_over_is_used_again": Mutant(
         "no rollback goes to a checkpoint of which another one has undone something", ("damaged",),

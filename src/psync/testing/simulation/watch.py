@@ -63,6 +63,7 @@ MARKS = (
     "a save and a rollback at once",
     "a rollback passes over a checkpoint whose damage the chief finds",
     "a rollback passes over a checkpoint whose damage a ps finds",
+    "a rollback passes over two checkpoints",
     "a rollback to the checkpoint before a damaged one undoes closures that were done",
     "a ps dies during a rollback that has passed over a checkpoint",
     "a checkpoint is damaged, and nobody reads what is",
@@ -488,6 +489,7 @@ class _Watch:
         elif "rollback passes over ckpt-" in text:
             finds = "a ps finds" if self.prepares else "the chief finds"
             self.mark(f"a rollback passes over a checkpoint whose damage {finds}")
+            self.mark("a rollback passes over two checkpoints", self.passed_over)
             self.passed_over, self.prepares = True, False
         elif "continues without its backup" in text:
             self.mark("a ps goes on without its backup")

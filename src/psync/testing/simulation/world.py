@@ -87,7 +87,7 @@ class World:
         self._platforms: list[Platform] = []
         self._newest_incarnation = 0
         self.coordinator: psync.ClusterCoordinator | None = None  # of the living chief
-        self._damaged: tuple[Path, bytes] | None = None  # a file, and what it was
+        self._damaged: list[tuple[Path, bytes]] = []  # files, and what they were
         self._added: list[str] = []  # hosts of workers that came later
         self._chief_lives = 0
         self._nobody = contextvars.Context()  # in which no process is at work
@@ -388,31 +388,33 @@ class World:
         return self._injector.reach(kind, name, process)
 
     def damage_newest(self) -> None:
-        """Flip a byte of the newest checkpoint, or remove a file of it, if there is one before."""
-        if self.coordinator is None or self._damaged is not None:
+        """Flip a byte of the newest checkpoints, or remove a file, if there is one before them."""
+        if self.coordinator is None or self._damaged:
             return
         run = self.coordinator._coordinator
         paths = [] if run is None else run.recovery.checkpoints.paths
         known = {save.name for save in self.journal.saves}
-        if len(paths) < 2 or paths[-1].name not in known or not all(map(is_complete, paths)):
-            return
         rng = self.stream("damage")
-        file = rng.choice(sorted(paths[-1].iterdir()))
-        whole = file.read_bytes()
-        self._damaged = file, whole
-        if rng.random() < 0.3:
-            file.unlink()
-        else:  # near the end more often, where arrays are
-            at = int(len(whole) * rng.random() ** 0.3)
-            file.write_bytes(
-                whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
-            )
-        self.note("damage", "", f"{paths[-1].name} {file.name}")
+        newest = paths[1:][-rng.choice((1, 2, 2)) :]
+        if not known.issuperset(path.name for path in newest) or not all(map(is_complete, paths)):
+            return
+        for path in newest:
+            file = rng.choice(sorted(path.iterdir()))
+            whole = file.read_bytes()
+            self._damaged.append((file, whole))
+            if rng.random() < 0.3:
+                file.unlink()
+            else:  # near the end more often, where arrays are
+                at = int(len(whole) * rng.random() ** 0.3)
+                file.write_bytes(
+                    whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+                )
+            self.note("damage", "", f"{path.name} {file.name}")
 
     def mend(self) -> None:
-        """Let the file that was damaged be as before, if it was not removed since."""
-        if self._damaged is not None:
-            (file, whole), self._damaged = self._damaged, None
+        """Let the files that were damaged be as before, if they were not removed since."""
+        while self._damaged:
+            file, whole = self._damaged.pop()
             for directory in (file.parent, file.parent.with_name(f"{file.parent.name}.tmp")):
                 if directory.exists():
                     (directory / file.name).write_bytes(whole)

@@ -116,12 +116,14 @@ def drops_calls(original: Callable[..., Any]) -> Any:
     return restore
 
 
-def remembers_one(original: Callable[..., Any]) -> Any:
-    def saved(self: EndedClosures, *cut: Any) -> None:
-        original(self, *cut)
-        self._saved.clear()
+def remembers(most: int) -> Make:
+    def make(original: Callable[..., Any]) -> Any:
+        def saved(self: EndedClosures, *cut: Any) -> None:
+            original(self, *cut[:-1], min(cut[-1], most))
 
-    return saved
+        return saved
+
+    return make
 
 
 def only_this_time(original: Callable[..., Any]) -> Any:
@@ -130,7 +132,7 @@ def only_this_time(original: Callable[..., Any]) -> Any:
         original(self, error)
 
         def use_again() -> None:
-            self.paths = [*self.paths, passed_over][-2:]
+            self.paths = [*self.paths, passed_over]
 
         asyncio.get_running_loop().call_later(1.0, use_again)
 

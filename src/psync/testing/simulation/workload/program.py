@@ -171,7 +171,7 @@ class Life:
         for name, handles in self._handles.items():
             saved |= handles.saved(name)
         return psync.CheckpointManager(
-            psync.Checkpoint(**saved), self._world.directory, max_to_keep=2
+            psync.Checkpoint(**saved), self._world.directory, 2 + self._plan.seed % 2
         )
 
     async def _begin(self) -> None:
