@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +161,106 @@ async def test_a_ps_that_was_started_again_is_named() -> None:
         async with life(cluster, attach=False) as (strategy, _):
             with strategy.scope():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
-            assert (await w.read()).tolist() == [0.0] * 4
+            await w.assign_add(np.full(4, 2, np.float32))
         async with life(cluster) as (strategy, _):  # which is of one piece again
             with strategy.scope():
                 w = psync.Variable(np.ones(4, np.float32), name="w")
-            assert (await w.read()).tolist() == [0.0] * 4
+            assert (await w.read()).tolist() == [2.0] * 4
+
+
+# Chiefs that die before there is anything to go on with.
+
+
+@contextlib.asynccontextmanager
+async def of_checkpoints(
+    cluster: MemoryCluster, directory: Path, *, attach: bool = True
+) -> AsyncIterator[tuple[psync.ClusterCoordinator, list[Any], psync.CheckpointManager]]:
+    """A chief with variables over two ps tasks, and their checkpoints."""
+    async with life(cluster, attach=attach) as (strategy, coordinator):
+        with strategy.scope():
+            variables = [psync.Variable(np.zeros(4, np.float32), name=f"v{n}") for n in range(3)]
+        checkpoint = psync.Checkpoint(v=variables)
+        yield coordinator, variables, psync.CheckpointManager(checkpoint, directory)
+
+
+async def save_sevens(cluster: MemoryCluster, directory: Path) -> None:
+    async with of_checkpoints(cluster, directory) as (_, variables, manager):
+        for variable in variables:
+            await variable.assign(np.full(4, 7, np.float32))
+        await manager.save()
+
+
+async def firsts(variables: Sequence[Any]) -> list[float]:
+    """The first elements of variables, all of whose elements are equal."""
+    arrays = await psync.pull(list(variables))
+    assert all((array == array[0]).all() for array in arrays)
+    return [float(array[0]) for array in arrays]
+
+
+@pytest.mark.promise("failures.chief-unfinished-restore")
+@pytest.mark.parametrize("before", ["nothing", "another restore", "steps"])
+@pytest.mark.parametrize("first", [0, 2], ids=["before a value", "between values"])
+async def test_values_of_which_a_restore_was_cut_short_are_not_attached_to(
+    before: str, first: int, tmp_path: Path
+) -> None:
+    async with tapped(1) as cluster:
+        await save_sevens(cluster, tmp_path)
+        async with of_checkpoints(cluster, tmp_path, attach=False) as (
+            coordinator, variables, manager,
+        ):  # fmt: skip
+            if before == "another restore":
+                await manager.restore_or_initialize()
+            elif before == "steps":
+                await variables[0].assign_add(np.ones(4, np.float32))
+            await firsts(variables)
+            came = itertools.count()
+            with cluster.tap("ps-1").at(Update, lambda: next(came) < first) as is_sent:
+                restoring = asyncio.create_task(manager.restore_or_initialize())
+                await is_sent.wait()
+                await asyncio.sleep(1.0)
+                silence(cluster, coordinator)
+                restoring.cancel()
+                await asyncio.gather(restoring, return_exceptions=True)
+        async with of_checkpoints(cluster, tmp_path) as (coordinator, variables, manager):
+            assert not coordinator.attached
+            assert await firsts(variables) == [0, 0, 0]
+            await manager.restore_or_initialize()
+            await variables[0].assign_add(np.ones(4, np.float32))
+        async with of_checkpoints(cluster, tmp_path) as (coordinator, variables, _):
+            assert coordinator.attached
+            assert await firsts(variables) == [8, 7, 7]
+
+
+@pytest.mark.promise("failures.chief-unfinished-restore")
+@pytest.mark.parametrize("restores", [False, True])
+async def test_values_that_nothing_has_updated_are_not_attached_to(
+    restores: bool, tmp_path: Path
+) -> None:
+    """So a program may restore several checkpoints, one after the other, wherever it dies."""
+    async with tapped(1) as cluster:
+        await save_sevens(cluster, tmp_path)
+        for attach in (False, True, True):
+            async with of_checkpoints(cluster, tmp_path, attach=attach) as (
+                coordinator, variables, manager,
+            ):  # fmt: skip
+                assert not coordinator.attached
+                assert await firsts(variables) == [0, 0, 0]
+                if restores:
+                    await manager.restore_or_initialize()
+
+
+@pytest.mark.promise("failures.chief-attach")
+async def test_a_restore_that_has_ended_leaves_what_was_trained_before(tmp_path: Path) -> None:
+    async with tapped(1) as cluster:
+        await save_sevens(cluster, tmp_path)
+        for updates in (7, 8):
+            async with of_checkpoints(cluster, tmp_path) as (coordinator, variables, _):
+                assert coordinator.attached
+                assert await firsts(variables) == [updates, 7, 7]
+                part = psync.Checkpoint(one=variables[1])
+                await part.restore(await part.save(tmp_path / "part"))
+                if updates == 7:
+                    await variables[0].assign_add(np.ones(4, np.float32))
 
 
 async def synchronous_life(cluster: MemoryCluster, rounds: int) -> tuple[int, float, Any]:

@@ -58,6 +58,24 @@ async def test_the_next_chief_goes_on_with_what_backups_serve(lost: str, backed_
 # Who dies when.
 
 
+@pytest.mark.promise("failures.chief-unfinished-restore")
+@pytest.mark.parametrize("trained", [False, True])
+async def test_a_backup_knows_whether_there_was_more_than_a_restore(
+    trained: bool, tmp_path: Path
+) -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            manager = psync.CheckpointManager(psync.Checkpoint(v=list(variables)), tmp_path)
+            await manager.save()
+            if trained:
+                await run(first, 2, *variables)
+            await manager.restore_or_initialize()
+            await fail_over(cluster, "ps-0")
+        async with life(cluster) as second:
+            assert second.attached is trained
+
+
 @pytest.mark.promise("failures.chief-during-failover")
 async def test_the_chief_dies_before_it_has_told_a_backup_to_serve() -> None:
     async with backing_one_another_up() as cluster:

@@ -72,6 +72,22 @@ def test_each_update_that_was_acknowledged_is_there_and_none_twice(
         assert [ended(task).code for task in tasks] == [0, 0, 0, 0]
 
 
+@pytest.mark.promise("failures.chief-with-other-variables")
+@pytest.mark.parametrize(("when", "code"), [("early", 2), ("late", 1)])
+def test_a_program_with_other_variables_leaves_the_values_to_the_next_one(
+    when: str, code: int
+) -> None:
+    with by_hand(1, 1) as cluster:
+        tasks = [cluster.start(job, 0, script("declaring.py", "2")) for job in ("ps", "worker")]
+        ended(cluster.start("chief", 0, script("declaring.py", "2", when, "die")))
+        wrong = ended(cluster.start("chief", 0, script("declaring.py", "3", when, "live")))
+        assert wrong.code == code
+        assert "nothing was changed" in wrong.err
+        right = ended(cluster.start("chief", 0, script("declaring.py", "2", when, "live")))
+        assert (right.code, right.out.strip()) == (0, "[2.0, 2.0]")
+        assert [ended(task).code for task in tasks] == [0, 0]
+
+
 @pytest.mark.promise("failures.chief-restarts")
 def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "journal"

@@ -10,7 +10,7 @@ from psync.numerics.rules import Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
-from psync.store.reattach import FormerStore, Orders
+from psync.store.reattach import FormerStore, Orders, Progress
 from psync.store.snapshot import freeze
 from psync.store.snapshot_state import NOTHING
 from psync.store.store import ShardStore
@@ -46,7 +46,7 @@ def slot(store: ShardStore, number: int, optimizer: int, name: str = "m") -> lis
 
 def former_of(store: ShardStore, life: int = 5) -> FormerStore:
     former = FormerStore(TASK)
-    former.take(store, Ledger(), life)
+    former.take(store, Ledger(), life, Progress.UPDATED)
     former.lineage = life
     return former
 
@@ -125,7 +125,7 @@ def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:
     former.adopt(Orders((("w", 0),)), second)
     second.define_optimizer(1, Adam(9.0).to_config())
     push(second, 0)
-    former.take(second, Ledger(), 6)
+    former.take(second, Ledger(), 6, Progress.INITIAL)
     identities = [held.identity for held in former.describe().optimizers]
     assert identities == [(5, 1), (6, 1)]
     third = ShardStore(TASK)
@@ -194,7 +194,7 @@ def test_an_optimizer_that_is_known_by_hearsay_is_not_held() -> None:
     former = former_of(first, 5)
     second.define_optimizer(3, ADAM)
     second.hear_count(3, 0, 0, [(1, 7)], 1)
-    former.take(second, Ledger(), 6)
+    former.take(second, Ledger(), 6, Progress.INITIAL)
     assert [each.identity for each in former.describe().optimizers] == [(5, 1)]
 
 

@@ -128,6 +128,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.GrantCoordinator(1, 2), "936c0102"),
     (m.AskServed(True), "9206c3"),
     (m.ServedHere([m.Primary(0, "a", 7, 1, 2)], [(1, 7, 3)]), "9307919700a161070102ff009193010703"),
+    (m.MarkRestore(True), "927fc3"),
     (m.AdoptShards(4, True), "937804c3"),
     (m.RunClosures([(5, b"key", 1, [2])]), "94119194" + "05c4036b6579019102c0c0"),
     (m.RunClosures([], [(5, 3)]), "941190" + "91920503c0"),

@@ -319,8 +319,8 @@ class ClusterCoordinator(Scheduling):
     def attached(self) -> bool:
         """Whether this program continues with values that an earlier one left on the ps tasks.
 
-        False without ``attach=True``, and if there were no values: then restore a checkpoint. True
-        also if that program died before its restore had ended: let a variable say that it has.
+        Otherwise restore a checkpoint. False without ``attach=True``; if nothing was updated since
+        the variables were created or restored; and if that program died during a restore.
         """
         return self._coordinator is not None and self._coordinator.attached
 

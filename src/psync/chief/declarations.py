@@ -28,7 +28,7 @@ from psync.errors import PartitionError, UsageError, naming
 from psync.numerics.casting import overflow
 from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
-from psync.store.reattach import Adoption, Holding, Orders, partial_updates
+from psync.store.reattach import Adoption, Holding, Orders, Progress, partial_updates
 from psync.store.snapshot_state import NewOptimizer
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.limits import Limits
@@ -375,6 +375,8 @@ class Creation:
     the chief dies                          the next one, with ``attach=True``
     before it was granted a number          as if it had not been
     some ps tasks attached                  finds the variables set aside there, in stores elsewhere
+    before anything was updated             begins with empty ps tasks
+    while it restores a checkpoint          begins with empty ps tasks
     some variables not wholly created       adopts whole variables, creates the others
     some variables adopted                  finds both kinds; slots wait for their optimizers
     ``attach=False``, some ps tasks empty   AttachError, which names those
@@ -386,7 +388,6 @@ class Creation:
     while a cut is taken or written         nothing of it; gates open with its connections
     during a rollback                       AttachError
     in training, and a ps dies too          AttachError, unless its backup had been promoted
-    before anything was created             begins with empty ps tasks
 
     Args:
         declared: New declarations appear at the end of this list; they are taken from it.
@@ -423,10 +424,10 @@ class Creation:
         return bool(self._declared) or self._error is not None or self.left is not None
 
     async def reattach(self, lineage: int) -> None:
-        """Ask all ps tasks what they hold. If there is nothing, this is the first start.
+        """Ask all ps tasks what they hold. If there is nothing of use, this is the first start.
 
         Args:
-            lineage: Under which they begin if they hold nothing.
+            lineage: Under which they begin then.
 
         Raises:
             AttachError: Some of them have lost what they held.
@@ -436,8 +437,10 @@ class Creation:
         """
         holdings = await self._order(Orders(), lineage=0, last=False)
         adoption = Adoption(holdings)
-        if adoption.is_empty:
-            logger.info("the ps tasks are empty: all variables start with their initial values")
+        progress = max(holding.progress for holding in holdings)
+        if progress != Progress.UPDATED:
+            found = "hold a part of a checkpoint" if progress else "hold no updates"
+            logger.info("the ps tasks %s: all variables start with their initial values", found)
             await self._order(Orders(), lineage=lineage, last=True)
             return
         self.left, self.partial_updates = adoption, partial_updates(holdings)

@@ -294,6 +294,7 @@ class ClusterRecovery:
         links.on_ps_lost, links.on_replaced = self.ps_lost, self.rule.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # recovers
+        self._restores = 0  # that assign at present
         self._began: float | None = None  # when the queue was paused; None: it is not
         # Of the present rollback: how far training was, and what it goes back to.
         self._from_step = 0
@@ -447,6 +448,23 @@ class ClusterRecovery:
                     self.creation.repeatable = None
                     return result
 
+    async def assigning(self, assign: Callable[[], Awaitable[None]]) -> None:
+        """Assign what a checkpoint has; a chief that attaches can tell whether that has ended.
+
+        Cancellation: As that of ``assign``; it has not ended then, nor if it fails.
+        """
+        self._restores += 1
+        try:
+            await self._mark_restore(ended=False)
+            await assign()
+        finally:
+            self._restores -= 1
+        if not self._restores:
+            await self._mark_restore(ended=True)
+
+    async def _mark_restore(self, *, ended: bool) -> None:
+        await all_of([link.call(messages.MarkRestore(ended)) for link in self.links.ps.links])
+
     # What is lost.
 
     def describe(self) -> list[str]:
@@ -583,6 +601,8 @@ class ClusterRecovery:
     async def adopt(self) -> None:
         """Step: let every ps say that it may be attached from now on."""
         lineage = self.links.endpoint.incarnation + self.links.ps.timeline
+        if self._restores:  # what was assigned is gone
+            await self._ask_all(messages.MarkRestore(ended=False))
         await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:

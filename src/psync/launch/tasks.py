@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from psync.client.link import expect
 from psync.cluster import CHIEF, ClusterSpec, join_address, split_address, task_name
 from psync.errors import (
+    AttachError,
     AuthenticationError,
     ConfigurationError,
     ConnectFailed,
@@ -63,7 +64,9 @@ T = TypeVar("T")
 LEFT = 128 + signal.SIGTERM
 """Exit code of a worker that SIGTERM has ended, where 0 would say that it is not needed again."""
 
-SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
+SETUP_ERRORS = (
+    ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError, AttachError,
+)  # fmt: skip
 """What is wrong with the cluster rather than with the program, until training has begun."""
 
 SHUTDOWN_TIMEOUT_S = 2.0
@@ -155,9 +158,9 @@ def run(
     Exit codes other than 0, with the reason instead of a traceback on stderr for 1 and 2:
 
     - 2: the set-up is wrong. The cluster's description or an option is invalid, there is no secret
-      or a different one, an address is taken, a plugin cannot be imported, or a task is missing or
-      is another one. This applies until a coordinator or session has started; the other tasks then
-      keep waiting for a chief.
+      or a different one, an address is taken, a plugin cannot be imported, a task is missing or is
+      another one, or ps tasks do not hold what a program that attaches declares. This applies until
+      a coordinator or session has started; the other tasks then keep waiting for a chief.
     - 1: no chief comes, on a task that serves; no task trains, on an evaluator (both:
       ``PSYNC_CHIEF_TIMEOUT``); or training has ended early, for example because the chief was lost,
       where ``main`` runs on workers.
@@ -179,7 +182,7 @@ def run(
     Raises:
         SystemExit: The process exits with one of the codes above.
         Exception: Other errors of ``main``, and all its errors once a coordinator or session has
-            started. The other tasks are told to exit.
+            started. The other tasks are told to exit, except after an ``AttachError``.
 
     Example:
         if __name__ == "__main__":
@@ -262,10 +265,11 @@ async def _run_main(
             stack.enter_context(process.following_launcher(workforce_of_launcher()))
             stack.enter_context(opened(own.resolver))
             return await main()
-    except SETUP_ERRORS:
+    except SETUP_ERRORS as exc:
         # Whoever corrects what is wrong here, or starts who is missing, finds the others still
-        # there. They may also serve a chief that has a better right to them.
-        tasks_end = tasks_end and began.is_set()
+        # there. They may also serve a chief that has a better right to them. A variable that is
+        # declared after the start may also differ from the one of which ps tasks hold the values.
+        tasks_end = tasks_end and began.is_set() and not isinstance(exc, AttachError)
         raise
     except BaseException:
         # Where it is started again it goes on with them, or waits for them.

@@ -100,7 +100,8 @@ class Succession:
                 if before is not None:
                     await asyncio.wait((before,))
                 await self._ps.work.drain()
-                self.former.take(last.store, last.ledger, last.coordinator)
+                progress = last.updates.progress
+                self.former.take(last.store, last.ledger, last.coordinator, progress)
 
             self._settling = asyncio.get_running_loop().create_task(settle())
 
@@ -140,6 +141,8 @@ class Succession:
         where = f"{self._ps.task}: what is to be adopted"
         orders = read_json(b"".join(request.segments), Orders, where)
         self.former.adopt(orders, services.store)
+        if orders.adopted:
+            services.updates.base = -1  # they are worth it
         services.updates.counted()
         if message.last:
             self.former.drop(services.store)

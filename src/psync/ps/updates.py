@@ -60,6 +60,7 @@ from psync.specs import ShardSpec, count_of, dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import Client, Ledger, Ticket
 from psync.store.push_counts import HOME
+from psync.store.reattach import Progress
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
 from psync.store.sync_config import SyncConfig
@@ -68,7 +69,9 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     CreateShards,
     DefinePlan,
+    Done,
     Failure,
+    MarkRestore,
     Measured,
     MeasurePush,
     OptimizerState,
@@ -281,6 +284,8 @@ class PsUpdates:
         counted: Told when pushes were counted here of which some other ps has no part.
         num_others: Other ps tasks.
         pushes, assigns: How many were applied.
+        base: Updates of shards that were made by restores, and are no progress; -1: there is some.
+        is_restoring: Whether a restore has begun, and not ended.
         staleness: Of asynchronous pushes.
     """
 
@@ -300,6 +305,8 @@ class PsUpdates:
     num_others: int = 0
     pushes: int = 0
     assigns: int = 0
+    base: int = 0
+    is_restoring: bool = False
     staleness: PushStaleness = field(default_factory=PushStaleness)
 
     def __post_init__(self) -> None:
@@ -313,21 +320,27 @@ class PsUpdates:
             Update: Handler(self._arrived, self._prepare_update),
             SetOptimizer: Handler(self._set_optimizer),
             MeasurePush: Handler(self._measure, self._prepare_measure),
+            MarkRestore: Handler(self._mark_restore),
         }
 
-    # A section of the state: shards and ledger.
+    # A section of the state: shards, ledger, and whether a restore is under way.
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
         optimizers = self.store.optimizers.items()
         counts = sorted((number, each.count.state) for number, each in optimizers)
-        return [self.ledger.control(encode), [each for each in counts if any(each[1])]]
+        return [
+            self.ledger.control(encode), [each for each in counts if any(each[1])],
+            self.base, self.is_restoring,
+        ]  # fmt: skip
 
-    async def live(self, _: list[memoryview]) -> None:
-        """Return nothing: snapshots have it."""
+    async def live(self, _: list[memoryview]) -> tuple[int, bool]:
+        """Return what snapshots do not have."""
+        return self.base, self.is_restoring
 
-    async def restore(self, _: None, __: Iterator[memoryview]) -> None:
-        """Do nothing."""
+    async def restore(self, state: tuple[int, bool], _: Iterator[memoryview]) -> None:
+        """Be where the primary was."""
+        self.base, self.is_restoring = state
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes entries: the primary has checked whether their clients are served."""
@@ -371,6 +384,7 @@ class PsUpdates:
                 store.create(spec, view)
             elif store.create(spec):
                 await self.work.finish(store.assign(spec.key, "assign", view))
+                store.shards()[spec.key].version = 0  # it has only begun
 
     def _copy(self, spec: ShardSpec, source: Key, _: int) -> Work:
         return self.store.copy(spec, source)
@@ -416,6 +430,25 @@ class PsUpdates:
             store.set_count(optimizer, message.step)
             self.counted()
         request.answer(OptimizerState(*store.push_count(optimizer).counts))
+
+    def _mark_restore(self, request: Request[MarkRestore]) -> None:
+        self.check_coordinator(request.peer)
+        if request.message.ended:
+            if self.is_restoring and self.base >= 0:
+                self.base = self.store.num_updates
+            self.is_restoring = False
+        elif not self.is_restoring:
+            if self.progress is Progress.UPDATED:
+                self.base = -1
+            self.is_restoring = True
+        request.answer(Done())
+
+    @property
+    def progress(self) -> Progress:
+        """How far the values here have come."""
+        if self.is_restoring:
+            return Progress.TORN
+        return Progress.UPDATED if self.store.num_updates > self.base else Progress.INITIAL
 
     # Norms: the first round of layer-wise optimizers.
 

@@ -24,6 +24,10 @@ before it got the RollbackEvent, and of ps 0 if a step that it had decided could
 everywhere. "Never created" and "lost" are told apart by this: the first is created, the second is
 an AttachError.
 
+Then *progress* says whether there is anything to go on with: an update of any shard since these
+were made. Those of a restore are none, and once one has begun that has not ended, the values are a
+mixture. In both cases the program starts as if the ps tasks held nothing.
+
 On a ps (``FormerStore``), shards and optimizers move as they are, with their blocks, slots and
 steps: nothing is copied. A shard may be adopted before the optimizers whose slots it has; these
 slots wait.
@@ -36,6 +40,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from psync.errors import AttachError, PartitionError
@@ -47,6 +52,15 @@ from psync.store.store import ShardStore
 from psync.store.untrusted_json import Text, Whole
 from psync.store.work import Shard
 from psync.wire.closure_numbers import Finality, call_of
+
+
+class Progress(IntEnum):
+    """How far values have come; of several stores, or ps tasks, the highest counts."""
+
+    INITIAL = 0  # nothing was updated since they were made, or restored
+    UPDATED = 1
+    TORN = 2  # a restore has begun, and not ended
+
 
 Identity = tuple[Whole, Whole]
 """An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
@@ -69,6 +83,7 @@ class Holding(NamedTuple):
     shards: tuple[ShardSpec, ...] = ()  # as the earlier program had them
     optimizers: tuple[HeldOptimizer, ...] = ()
     updates: tuple[HeldUpdates, ...] = ()  # one for each coordinator; since shards were adopted
+    progress: Whole = Progress.INITIAL
 
 
 class Orders(NamedTuple):
@@ -108,11 +123,6 @@ class Adoption:
             for optimizer in holding.optimizers:
                 self._optimizers[optimizer.identity] = optimizer
                 self._users[optimizer.identity].append(ps)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing: no program has got so far as to create a variable."""
-        return not self._shards
 
     def rate_of(self, identity: Identity) -> Mapping[str, Any]:
         """Return the learning rate that an optimizer has now, as the config of a schedule."""
@@ -324,15 +334,18 @@ class FormerStore:
         self._optimizers: dict[int, tuple[Identity, Optimizer]] = {}
         self._numbers = itertools.count(-1, -1)
         self._updates: dict[int, HeldUpdates] = {}  # by the incarnation of their coordinator
+        self._progress = Progress.INITIAL
 
-    def take(self, store: ShardStore, ledger: Ledger, lineage: int) -> None:
+    def take(self, store: ShardStore, ledger: Ledger, lineage: int, progress: Progress) -> None:
         """Take over all that a store holds; what was here and not adopted stays.
 
         Args:
             store: Is empty afterwards.
             ledger: Of the updates of the store.
             lineage: Incarnation of the coordinator under which its optimizers had their numbers.
+            progress: Of the store.
         """
+        self._progress = max(self._progress, progress)
         shards, optimizers = store.release()
         if lineage:  # else there was none
             self._updates[lineage] = ledger.held_updates(lineage)
@@ -352,7 +365,8 @@ class FormerStore:
             for identity, each in self._optimizers.values()
         )
         shards = tuple(shard.spec for shard in self._shards.values())
-        return Holding(self.lineage, shards, optimizers, tuple(self._updates.values()))
+        updates = tuple(self._updates.values())
+        return Holding(self.lineage, shards, optimizers, updates, self._progress)
 
     def adopt(self, orders: Orders, store: ShardStore) -> None:
         """Do what was decided, all of it or nothing; what was done before changes nothing.
@@ -394,6 +408,7 @@ class FormerStore:
         self._shards.clear()
         self._optimizers.clear()
         self._updates.clear()
+        self._progress = Progress.INITIAL
 
 
 def _was_used(optimizer: Optimizer) -> bool:

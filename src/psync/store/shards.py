@@ -180,7 +180,6 @@ class ShardTable:
             for i in range(values.num_blocks):
                 np.copyto(values.block(i).array, bytes_of(held.pop()).view(dtype))
                 yield
-            shard.version += 1
 
         return ShardWork(shard, blocks())
 
@@ -231,6 +230,11 @@ class ShardTable:
             UnknownVariableError: If the shard is not here.
         """
         return (self._shards.get(key) or self._shard(key)).busy
+
+    @property
+    def num_updates(self) -> int:
+        """The updates of all shards that have been finished."""
+        return sum(shard.version for shard in self._shards.values())
 
     def version(self, key: Key) -> int:
         """Return how many updates of the shard have been finished.

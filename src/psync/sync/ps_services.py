@@ -63,6 +63,7 @@ from psync.wire.messages import (
     Fence,
     FinalBelow,
     LockShards,
+    MarkRestore,
     Number,
     Read,
     ReportSchedule,
@@ -195,6 +196,7 @@ class PsServices:
             SetOptimizer: lambda message: (
                 [] if message.step < 0 and message.learning_rate is None else self.store.keys()
             ),
+            MarkRestore: lambda _: self.store.keys(),
             Fence: None, FinalBelow: None, TellCounts: None,
         }  # fmt: skip
         for kind, touches in logged.items():

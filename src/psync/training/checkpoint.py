@@ -739,7 +739,8 @@ class Checkpoint:
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is lost.
 
-        Cancellation: Some variables are restored, others are not.
+        Cancellation: Some variables are restored, others are not. As after an error meanwhile, a
+            chief that attaches starts again then, unless another restore has ended.
         """
         forbid_in_step("restoring a checkpoint")
         contents = self._contents()
@@ -766,18 +767,27 @@ class Checkpoint:
                 await asyncio.to_thread(reader.check, tensor)  # all, before any is replaced
                 show((done := done + part.nbytes) // 2)
             contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
-            await self._as_first_state(functools.partial(assign, done))
+            coordinator = self._coordinator()
+            restore: Callable[[], Awaitable[None]] = functools.partial(assign, done)
+            if coordinator is not None:
+                restore = functools.partial(coordinator.recovery.assigning, restore)
+            await self._as_first_state(restore)
         logger.info("restored %s", reader.path)
         return Restored(reader.path, manifest.number, missing, extra)
 
     async def _as_first_state(self, restore: Callable[[], Awaitable[None]]) -> None:
         """Restore; again if a ps is lost meanwhile, and nothing has been computed before."""
-        handle = next(iter(self._contents(slots=False).handles.values()), None)
-        coordinator = None if handle is None else coordinator_of(handle.origin)
+        coordinator = self._coordinator()
         if coordinator is None:
             await restore()
         else:
             await coordinator.recovery.restored(restore)
+
+    def _coordinator(self) -> Coordinator | None:
+        handle = next(iter(self._contents(slots=False).handles.values()), None)
+        if handle is not None:
+            return coordinator_of(handle.origin)
+        return next(iter(_coordinators()), None)  # slots may be restored alone
 
     async def read(self, path: str | os.PathLike[str], *, slots: bool = False) -> dict[str, Any]:
         """Return the values of a checkpoint, without restoring them and without a cluster.

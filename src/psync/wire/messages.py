@@ -804,6 +804,15 @@ class ServedHere(Message, code=7):
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
 
 
+class MarkRestore(Message, code=127):
+    """A restore begins to replace values here, or has ended on all ps tasks; answered by Done.
+
+    A program that attaches after one that has not ended starts again; see ``reattach``. Idempotent.
+    """
+
+    ended: bool
+
+
 class AdoptShards(Message, code=120):
     """Let the present program have what earlier ones have left; idempotent. Answered by Done.
 

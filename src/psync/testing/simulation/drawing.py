@@ -387,8 +387,8 @@ SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "dama
 """Kinds of plans. The last seven: the newest checkpoint is damaged before a ps dies, beside what
 else happens; metrics alone; a ps goes for good, beside what else happens; data
 shards are visited, or data are trained on that are uneven, beside what else happens; chiefs die in
-saves, perhaps with a worker or after a fail-over, and the next ones attach; ps tasks die while the
-next chief begins, and restores."""
+saves, perhaps with a worker or after a fail-over, or while they restore, and the next ones attach;
+ps tasks die while the next chief begins, and restores."""
 
 SAVING = (
     "message Gate", "message Gate", "message Freeze", "message Freeze", "message OpenGate",
@@ -405,6 +405,7 @@ class _Draw:
         self.rng = rng
         self.shape = shape
         self.rolls = random.Random(f"{seed}:rolls back")  # apart, so that what else is drawn stays
+        self.restores = random.Random(f"{seed}:restores")  # and this
         self.columns: dict[str, int] = {}
 
     def plan(self) -> Plan:
@@ -598,11 +599,26 @@ class _Draw:
             if plan.recovery == "replica" and rng.random() < 0.3:
                 dies = (f"ps-{rng.randrange(plan.num_ps)}",)
             faults.append(Fault("kill_many", when, dies, rng.choice((0.0, 0.3, 3.0))))
+        if self.restores.random() < 0.3:
+            faults = self._restored_in_vain(plan)
         return dataclasses.replace(
             plan, attach=True, groups=(), works=(), first_step=0, layouts=(), sets_steps=False,
             num_shards=rng.choice((plan.num_ps, 2 * plan.num_ps)), bound=-1,
             batches=tuple(batches), faults=tuple(faults),
         )  # fmt: skip
+
+    def _restored_in_vain(self, plan: Plan) -> list[Fault]:
+        """Let a chief that cannot attach, since a ps has died, die before it has restored."""
+        rng = self.restores
+        saved = Trigger(0.0, "moment", "saved", rng.choice((1, 2)))
+        lost = "chief-0", f"ps-{rng.randrange(plan.num_ps)}"
+        delay_s = round(10 ** rng.uniform(-1.5, 0.7), 5)
+        when = Trigger(0.0, "message", "MarkRestore", plan.num_ps, "", delay_s)
+        if rng.random() < 0.3:  # or before it begins to: the third time that a chief starts
+            when = Trigger(0.0, "message", "GrantCoordinator", 3, "", delay_s / 2)
+        return [
+            Fault("kill_many", saved, lost, 0.3), Fault("kill_many", when, ("chief-0",), 0.3),
+        ]  # fmt: skip
 
     def _beginning(self, plan: Plan) -> Plan:
         """Let the chief die once it has saved, and ps tasks while its next life begins."""

@@ -199,6 +199,14 @@ MUTANTS: Mapping[str, Mutant] = {
         "an update that has arrived is applied, even if its worker is replaced", ("attach",),
         ((Ledger, "judge", wrong.judged_as_if_it_came_now),),
     ),
+    "half_restored_is_attached": Mutant(
+        "nobody attaches to values that are restored in part", ("attach",),
+        ((PsUpdates, "_mark_restore", wrong.only_says_so),),
+    ),
+    "initial_is_attached": Mutant(
+        "nobody attaches to values that nothing has updated", ("attach",),
+        ((PsUpdates, "progress", wrong.made_is_updated),),
+    ),
     "locks_of_two": Mutant(
         "who writes under a lock is alone", ("any",),
         ((PsLocks, "claim", wrong.writes_are_let_in),),

@@ -90,6 +90,7 @@ MARKS = (
     "a chief attaches after a fail-over",
     "a chief attaches after a rollback",
     "an attach is refused",
+    "the chief dies while it restores a checkpoint",
     "a session ends with a push on its way",
     "a worker leaves",
     "a worker leaves during a save",
@@ -286,6 +287,7 @@ class _Watch:
     def _chief_dies(self, process: str) -> None:
         self.mark("the chief dies while closures run", self.open)
         self.mark("the chief dies while it begins", self.beginning)
+        self.mark("the chief dies while it restores a checkpoint", self.restoring)
         self.mark("whoever holds a lock dies", self.locks > 0)
 
     def stop(self, at_s: float, process: str, _: str) -> None:

@@ -35,6 +35,7 @@ from psync.ps_task import PsTask
 from psync.store.commit_log import LogState, chained
 from psync.store.ledger import Ledger
 from psync.store.push_counts import BESIDE, HOME
+from psync.store.reattach import Progress
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
@@ -64,6 +65,17 @@ def released_as_shipped(original: Callable[..., Any]) -> Any:
 
 def one_too_few(original: Callable[..., int]) -> Any:
     return lambda self, alive: max(1, original(self, alive) - 1)
+
+
+def only_says_so(_: Any) -> Any:
+    return lambda self, request: request.answer(Done())
+
+
+def made_is_updated(_: Any) -> Any:
+    def progress(self: PsUpdates) -> Progress:
+        return Progress.TORN if self.is_restoring else Progress.UPDATED
+
+    return property(progress)
 
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
