@@ -29,6 +29,7 @@ from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.step import NOWHERE
 from psync.sync.step_closer import StepCloser, _Here
 from psync.wire import messages as m
+from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import decode, encode
 from sync_tools import GROUP, config
 
@@ -238,7 +239,10 @@ class World:
         if not self.state.rule:
             closer.steps.define(GROUP, self.cluster.config, 0)
             return
-        closer.steps.restore(msgpack.decode(self.state.rule), {GROUP: self.cluster.config})
+        rule, counted = msgpack.decode(self.state.rule)
+        for group, closure, ordinal, digest in counted:
+            closer.ledger.count((closure, ordinal << PART_BITS), (group, digest))
+        closer.steps.restore(rule, {GROUP: self.cluster.config})
         for key, local, held, push, attempt in here:
             closer._here[key] = known = _Here(local, set(held))
             if push is not None:
@@ -277,7 +281,8 @@ class World:
             for _, group in made["groups"]:  # counters would only make states differ
                 group |= {"outcomes": {}, "staleness": {}, "num_steps": 0, "num_partial": 0}
                 group["tokens"] |= {"published": 0, "taken": 0, "void": 0}
-            rule, is_settled = msgpack.encode(made), steps.is_settled
+            rule = msgpack.encode([made, sorted(steps.ledger.counted())])
+            is_settled = steps.is_settled
             closing = tuple((each.step, _hashable(_placed(each))) for each in steps.closing())
             here = tuple(
                 (key, each.local_step, tuple(each.held), *_waiting(each.waits))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import msgpack
 
 from psync.errors import PsyncError
+from psync.store.ledger import Ledger
+from psync.store.snapshot_state import NOTHING, SnapshotState
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
-from psync.wire.closure_numbers import Finality
+from psync.wire.closure_numbers import PART_BITS
 
 GROUP = 7
 
@@ -26,8 +29,23 @@ def config(needed: int, total: int | None = None, **more: Any) -> SyncConfig:
     )
 
 
+def call_of_push(closure: int | None, ordinal: int = 0) -> tuple[int, int] | None:
+    return None if closure is None else (closure, ordinal << PART_BITS)
+
+
 def replica(index: int, incarnation: int = 1) -> Replica:
     return (f"/job:worker/task:{index}", incarnation)
+
+
+def snapshot_of(rule: SyncSteps) -> SnapshotState:
+    return rule.ledger.snapshot(lambda _: None, pending=rule.pending())
+
+
+def ledger_of(state: SnapshotState) -> Ledger:
+    """Return the ledger of a ps that has gone back to a snapshot."""
+    ledger = Ledger()
+    ledger.restore(state, lambda _: None)
+    return ledger
 
 
 class Pair:
@@ -37,18 +55,19 @@ class Pair:
 
     Args:
         others: How many ps tasks there are but ps 0.
+        ledger: Of ps 0.
     """
 
-    def __init__(self, others: int = 1) -> None:
+    def __init__(self, others: int = 1, ledger: Ledger | None = None) -> None:
         self._others = others
-        self.rule = SyncSteps(others)
+        self.rule = SyncSteps(ledger or Ledger(), others)
         self.configs: dict[int, SyncConfig] = {}
         self._backup: SyncSteps | None = None
 
     def copy(self) -> None:
         """Send a snapshot to a new backup."""
         state = msgpack.decode(msgpack.encode(self.rule.snapshot()))
-        self._backup = SyncSteps(self._others)
+        self._backup = SyncSteps(ledger_of(snapshot_of(self.rule)), self._others)
         self._backup.restore(state, self.configs)
         self._compare([], [])
 
@@ -78,14 +97,14 @@ class Pair:
         assert self.rule.waiting == self._backup.waiting
         assert self.rule.next_deadline() == self._backup.next_deadline()
         assert self.rule.is_settled == self._backup.is_settled
-        assert self.rule.pending_closures() == self._backup.pending_closures()
-        assert sorted(self.rule.calls()) == sorted(self._backup.calls())
+        assert self.rule.pending() == self._backup.pending()
+        assert sorted(self.rule.ledger.counted()) == sorted(self._backup.ledger.counted())
         assert self.rule.statistics() == self._backup.statistics()
 
 
 def _outcome(rule: SyncSteps, what: str, args: Sequence[Any]) -> Any:
     try:
-        return getattr(rule, what)(*args)
+        return getattr(rule.ledger if what == "final_below" else rule, what)(*args)
     except PsyncError as exc:
         return exc
 
@@ -113,11 +132,15 @@ class Steps(SyncSteps):
         final_below: int = 0,
         **more: Any,
     ) -> None:
-        super().__init__(1)
-        self.note_calls(noted, Finality(final_below))
+        noted = replace(NOTHING, counted=tuple(noted), final_below=final_below)
+        super().__init__(ledger_of(noted), 1)
         self.define(GROUP, config(needed, total, **more), begin)
         self.numbers: dict[Replica, int] = {}
         self.living: dict[str, int] = {}
+
+    def calls(self) -> list[tuple[int, int, int, bytes]]:
+        """(group, closure, ordinal, digest) of each call that a snapshot has."""
+        return list(snapshot_of(self).counted)
 
     def counted(self) -> int:
         """How many pushes count in the present step."""
@@ -125,7 +148,7 @@ class Steps(SyncSteps):
 
     def remembered(self, of: Replica) -> list[int]:
         """Which pushes of a replica may still be asked for."""
-        return list(self.groups[GROUP].pushes[of])
+        return list(self.groups[GROUP].replicas[of].pushes)
 
     def live(self, *indices: int, now: float = 0.0, incarnation: int = 1) -> list[Action]:
         """These live; ``incarnation`` is that of worker 0."""
@@ -135,7 +158,7 @@ class Steps(SyncSteps):
         missing = [replica(index)[0] for index in range(4) if index not in indices]
         actions: list[Action] = []
         for task, number in self.living.items():
-            if alive.get(task) != number:
+            if alive.get(task) != number and (task, number) in self.numbers:
                 actions += self.fence(task, number + 1)
         self.living = alive
         return actions + self.members(alive, missing, now)
@@ -161,8 +184,8 @@ class Steps(SyncSteps):
         return self.contribute(
             GROUP,
             Contribution(
-                who, number, acked_below or number, closure, ordinal, variable_set, local_step,
-                weight, [*others],
+                who, number, acked_below or number, call_of_push(closure, ordinal), variable_set,
+                local_step, weight, [*others],
             ),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from msgspec import msgpack
 from psync.errors import FencedError, UsageError
 from psync.store.ledger import Ledger, Ticket
 from psync.store.snapshot_state import NOTHING, SenderState
-from psync.wire.closure_numbers import numbered
+from psync.wire.closure_numbers import PART_BITS, numbered
 
 FLOOR = 20
 W0, W1 = ("/job:worker/task:0", 21), ("/job:worker/task:1", 21)
@@ -231,7 +231,7 @@ def test_a_message_that_is_forgotten_may_come_again(ledger: Ledger) -> None:
 
 
 def test_a_number_is_used_for_one_call(ledger: Ledger) -> None:
-    apply(ledger, ordinal=1)
+    apply(ledger, ordinal=1 << PART_BITS)
     for each in (ledger, copy_of(ledger)):
         with pytest.raises(UsageError, match="update 0 for closure 5, call 1 and again for no clo"):
             judge(each, closure=None)
@@ -246,15 +246,15 @@ def test_a_number_is_used_for_one_call(ledger: Ledger) -> None:
     ],
 )  # fmt: skip
 def test_another_run_updates_the_same_variables(ledger: Ledger, run: int, hint: str) -> None:
-    apply(ledger, ordinal=1)
+    apply(ledger, ordinal=1 << PART_BITS)
     ledger.final_below(9, [(5, 1)])
     again = numbered(5, run)
     text = "^closure 5, call 1 updates other variables{} than in its first run \\(w, b\\)\nhint: "
     for each in (ledger, copy_of(ledger)):
         with pytest.raises(UsageError, match=text.format(r" \(w\)") + hint):
-            each.judge(W1, 0, 0, again, 1, 78, ["w"])
+            each.judge(W1, 0, 0, again, 1 << PART_BITS, 78, ["w"])
         with pytest.raises(UsageError, match=text.format("")):
-            each.judge(W1, 0, 0, again, 1, 78)
+            each.judge(W1, 0, 0, again, 1 << PART_BITS, 78)
         assert each.statistics()["answers"] == 1
 
 

@@ -87,23 +87,6 @@ def test_a_ps_says_what_it_holds_itself() -> None:
 # Broken rules: what takes the place of one, see ``psync.testing.simulation.wrong``.
 
 
-def notes_what_came(original: Callable[..., Any]) -> Any:
-    def took(self: StepCloser, request: Any, part: Any) -> None:
-        calls = self.steps.groups[part.key[0]].counted_calls
-        calls.setdefault((request.message.closure, 0), repr(part.key[1:]).encode())
-        original(self, request, part)
-
-    return took
-
-
-def came_first(_: Callable[..., Any]) -> Any:
-    def was_counted(self: Group, push: Any, final: object) -> bool:
-        this = repr((push.replica, push.number)).encode()
-        return self.counted_calls.get((push.closure, 0)) not in (None, this)
-
-    return was_counted
-
-
 def waits_for_no_part(original: Callable[..., Any]) -> Any:
     def took(self: StepCloser, request: Any, part: Any) -> None:
         original(self, request, part)
@@ -142,10 +125,6 @@ BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
     "a push counts when all its parts are there": (
         [(StepCloser, "took", waits_for_no_part)],
         ONE, "which has not come in yet",
-    ),
-    "an intent is recorded when a push counts": (
-        [(StepCloser, "took", notes_what_came), (Group, "_was_counted", came_first)],
-        ONE | {"deaths": 1}, "[0] were told that they count, and [] do",
     ),
     "there are tokens when all ps tasks have applied a step": (
         [(Group, "close", puts_tokens_at_once)], TWO, "too early",

@@ -8,6 +8,7 @@ answer alike, and at any time that is promoted. The second machine says anything
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from hypothesis.stateful import (
 )
 
 from psync.errors import PsyncError, TransportError
+from psync.store.snapshot_state import NOTHING
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
-from psync.wire.closure_numbers import Finality
-from sync_tools import GROUP, Pair, config
+from sync_tools import GROUP, Pair, call_of_push, config, ledger_of
 
 WORKERS = 3
 
@@ -147,8 +148,8 @@ class SyncMachine(RuleBasedStateMachine):
         worker.number += 1
         worker.waiting = True
         contribution = Contribution(
-            (self.task(index), worker.incarnation), worker.number, worker.number, closure, 0,
-            b"w", worker.pulled, 1.0, [],
+            (self.task(index), worker.incarnation), worker.number, worker.number,
+            call_of_push(closure), b"w", worker.pulled, 1.0, [],
         )  # fmt: skip
         self.report()  # which may close a step, before the push comes
         if worker.pulled >= self.steps.present(GROUP) and closure not in self.calls:
@@ -223,8 +224,8 @@ class SyncMachine(RuleBasedStateMachine):
                 "contribute",
                 GROUP,
                 Contribution(
-                    replica, worker.number, worker.number, worker.closure, 0, b"w", worker.pulled,
-                    1.0, [],
+                    replica, worker.number, worker.number, call_of_push(worker.closure), b"w",
+                    worker.pulled, 1.0, [],
                 ),
             )
         )  # fmt: skip
@@ -326,11 +327,11 @@ class AnythingMachine(RuleBasedStateMachine):
     def begin(self, needed: int, fewest: int, mode: str, noted: bool, others: int) -> None:
         more: dict[str, Any] = {} if mode == "free" else {mode: True}
         self.group_config = config(needed, 2, min_replicas=fewest, patience_s=5.0, **more)
-        self.pair = Pair(others)
+        counted = ((0, 1, 0, b"w"), (1, 2, 1, b"w"))
+        before = replace(NOTHING, counted=counted, final_below=1) if noted else NOTHING
+        self.pair = Pair(others, ledger_of(before))
         self.closing: dict[int, int] = {}  # group: the step that is being closed
         self.now = 0.0
-        if noted:
-            self.pair.tell("note_calls", [(0, 1, 0, b"w"), (1, 2, 0, b"w")], Finality(1))
         self.pair.define(0, self.group_config, 0)
         self.pair.copy()
 
@@ -363,8 +364,9 @@ class AnythingMachine(RuleBasedStateMachine):
         present = self.pair.rule.present(group)
         local_step = max(-1, present - age)
         push = Contribution(
-            (task, born), number, number - unheard, closure, ordinal, variables, local_step, 1.0, []
-        )
+            (task, born), number, number - unheard, call_of_push(closure, ordinal), variables,
+            local_step, 1.0, [],
+        )  # fmt: skip
         self.tell("contribute", group, push)
 
     @rule(group=GROUPS, task=TASKS, born=BORN, number=st.integers(1, 4))

@@ -29,6 +29,10 @@ refused nothing is recorded, and it has changed nothing, so its retry is judged 
 recorded when it is known, which is before the arrays are changed: the answer to a repetition waits
 for these as the first one does (``ps.computes``).
 
+A synchronous push is judged by its group (``sync.steps``), which numbers and remembers the messages
+of each client itself: an answer may wait for long. Its calls are here, on ps 0: ``is_first`` says
+whether it may count, ``count`` that it does. A snapshot has them once their step is applied.
+
 A rule of a user's may raise while the arrays are changed. What it raised is noted on the ticket, as
 the answer to a repetition of the message, and to the same call of another run (``failure_of``). No
 verdict depends on it, and no digest: it is known as late as the arrays are.
@@ -46,14 +50,16 @@ backup, which has the contents, gets a snapshot of these updates, too. The other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
 
 from psync.errors import FencedError, UsageError
 from psync.store.snapshot_state import NOTHING, SenderState, SnapshotState
 from psync.store.untrusted_json import Text, Whole
-from psync.wire.closure_numbers import FIRST, Finality, first_of
+from psync.wire.closure_numbers import FIRST, PART_BITS, Finality, call_of, first_of
 
 Client = tuple[str, int]
 """Task name and incarnation."""
@@ -69,23 +75,24 @@ CALL = "a call"
 
 A = TypeVar("A")
 
+Variables: TypeAlias = int | bytes | tuple[int, bytes]
+"""What a call updates: a hash of the variables, or of those of an accumulator a digest; of a
+synchronous push its group, and a digest."""
 
-@dataclass(eq=False, slots=True)
-class Ticket:
+
+class Ticket(msgspec.Struct, eq=False):
     """One update that is judged, and remembered once it is recorded. Compared by identity."""
 
     client: Client
     sequence: int
     call: Call | None  # None outside of closures
     first: bool  # apply it: no other run of its closure was first
-    variable_set: int | bytes = 0
+    variable_set: Variables = 0
     variables: Sequence[str] = ()
     spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
     recorded: bool = False
     answer: Any = None  # once it is recorded
-    failure: bytes | None = (
-        None  # what it raised while the arrays were changed, which are as before
-    )
+    failure: bytes | None = None  # what it raised; the arrays are as before
 
     @property
     def parts(self) -> int:
@@ -207,15 +214,7 @@ class Ledger:
                 raise UsageError(
                     f"{task} sent update {sequence} again, whose answer it has acknowledged"
                 )
-        first = True
-        if call is not None:
-            first_run = call[0] & FIRST
-            applied = self._closures.get(first_run, _NONE).get(ordinal)
-            if applied is not None:
-                self._check_variables(call, applied, variable_set, variables)
-                first = False
-            elif first_run < self.final.below:
-                first = not self.final.is_final(call[0])
+        first = call is None or self.is_first(call, variable_set, variables)
         return Ticket(client, sequence, call, first, variable_set, variables, spread)
 
     def record(self, ticket: Ticket, answer: A) -> A:
@@ -236,6 +235,58 @@ class Ledger:
             self._closures.setdefault(call[0] & FIRST, {})[call[1]] = ticket
         self._fresh += 1
         return answer
+
+    def is_first(
+        self, call: Call, variable_set: Variables, variables: Sequence[str] = (), of: str = ""
+    ) -> bool:
+        """Return whether a call counts: its closure is not final, and no other run has made it.
+
+        Args:
+            call: Closure, and ordinal of the message.
+            variable_set: What the call updates.
+            variables: Their names, for messages.
+            of: Whose they are, for messages.
+
+        Raises:
+            UsageError: The run that has made it updated other variables.
+        """
+        first_run = call[0] & FIRST
+        applied = self._closures.get(first_run, _NONE).get(call[1])
+        if applied is None:
+            return first_run >= self.final.below or not self.final.is_final(call[0])
+        if applied.variable_set == variable_set:
+            return False
+        first, second = (
+            f" ({', '.join(names)})" if names else "" for names in (applied.variables, variables)
+        )
+        raise UsageError(
+            f"{of}{_named(call)} updates other variables{second} than in its first run{first}",
+            hint=same_in_each_run(call[0]),
+        )
+
+    def count(
+        self,
+        call: Call,
+        variable_set: Variables,
+        variables: Sequence[str] = (),
+        spread: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Note that a call counts, as no message that comes again: a synchronous push does.
+
+        Its group knows the message as long as its client may repeat it.
+        """
+        self._closures.setdefault(call[0] & FIRST, {})[call[1]] = Ticket(
+            ("", 0), 0, call, True, variable_set, variables, spread, recorded=True
+        )
+
+    def counted(self) -> list[tuple[int, int, int, bytes]]:
+        """Return (group, closure, ordinal of the call, digest) of each synchronous push."""
+        return [
+            (group, closure, call_of(ordinal), digest)
+            for closure, ordinal, applied in self._applied()
+            if isinstance(applied.variable_set, tuple)
+            for group, digest in [applied.variable_set]
+        ]
 
     def failure_of(self, ticket: Ticket) -> bytes | None:
         """Return what a recorded update raised, or the same call of another run; None: nothing."""
@@ -357,13 +408,17 @@ class Ledger:
     # What is remembered, as plain data.
 
     def snapshot(
-        self, pack: Callable[[object], bytes | None], kind: type[int | bytes] = int
+        self,
+        pack: Callable[[object], bytes | None],
+        kind: type[int | bytes] = int,
+        pending: Collection[tuple[int, int]] = (),
     ) -> SnapshotState:
         """Return what this remembers, at a position at which nothing is being computed.
 
         Args:
             pack: Makes bytes of an answer; None: that message is left out.
             kind: Of the variable sets whose calls are wanted: those of accumulators are bytes.
+            pending: (closure, ordinal) of the synchronous pushes whose steps are not applied.
         """
         sets: dict[tuple[Any, tuple[str, ...]], int] = {}
         calls, parts = [], []
@@ -392,7 +447,8 @@ class Ledger:
             NOTHING, senders=tuple(senders), calls=tuple(calls), parts=tuple(parts),
             variable_sets=tuple(sets),
             final_below=self.final.below, kept=tuple(self.final.listed()), coordinator=self._floor,
-            failures=tuple(failures),
+            counted=tuple(call for call in self.counted() if call[1:3] not in pending),
+            pending=tuple(sorted({closure for closure, _ in pending})), failures=tuple(failures),
         )  # fmt: skip
 
     def restore(self, state: SnapshotState, unpack: Callable[[bytes], object]) -> None:
@@ -413,10 +469,9 @@ class Ledger:
         parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
         for closure, ordinal, place in state.calls:
             others = ((),) * (parts.get((closure, ordinal), 1) - 1)
-            what, names = state.variable_sets[place]
-            self._closures.setdefault(closure, {})[ordinal] = Ticket(
-                ("", 0), 0, (closure, ordinal), True, what, names, others, recorded=True
-            )
+            self.count((closure, ordinal), *state.variable_sets[place], others)
+        for group, closure, ordinal, digest in state.counted:
+            self.count((closure, ordinal << PART_BITS), (group, digest))
         for task, number, place, failure in state.failures:
             if task == STEP:
                 self.step_failures[number, place] = failure
@@ -473,19 +528,6 @@ class Ledger:
         self._duplicate += 1
         return message
 
-    def _check_variables(
-        self, call: Call, applied: Ticket, variable_set: int | bytes, variables: Sequence[str]
-    ) -> None:
-        if applied.variable_set == variable_set:
-            return
-        first, second = (
-            f" ({', '.join(names)})" if names else "" for names in (applied.variables, variables)
-        )
-        raise UsageError(
-            f"{_named(call)} updates other variables{second} than in its first run{first}",
-            hint=same_in_each_run(call[0]),
-        )
-
 
 def same_in_each_run(number: int) -> str:
     """Return the hint to a run, by its closure's number, that does other things than the first."""
@@ -502,4 +544,6 @@ def same_in_each_run(number: int) -> str:
 
 
 def _named(call: Call | None) -> str:
-    return "no closure" if call is None else f"closure {first_of(call[0])}, call {call[1]}"
+    if call is None:
+        return "no closure"
+    return f"closure {first_of(call[0])}, call {call_of(call[1])}"

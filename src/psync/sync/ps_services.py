@@ -129,7 +129,6 @@ class PsServices:
                 platform, *served, plans, serves, attach, self.clocks, timeline,
                 life is Life.HOSTED,
             )  # fmt: skip
-            self.sync.steps.note_calls(state.counted, state.final)
         for number, raw in state.groups:
             self.sync.known(number, raw)
         self.accumulators = Accumulators(task, work, ledger, executor, state.accumulators)
@@ -281,11 +280,9 @@ class PsServices:
         """
         self.executor.computes.check_idle()
         state = replace(
-            self.ledger.snapshot(pack_answer),
+            self.ledger.snapshot(pack_answer, pending=self.sync.steps.pending()),
             accumulators=self.accumulators.packed(),
             groups=tuple(self.sync.raw_configs().items()),
-            counted=tuple(self.sync.steps.calls()),
-            pending=tuple(self.sync.steps.pending_closures()),
         )
         return freeze(self.store, state)
 
@@ -335,9 +332,7 @@ class PsServices:
     def _final_below(self, request: Request[FinalBelow]) -> None:
         peer, message, body = request.peer, request.message, request.segments
         if (peer.incarnation, message.timeline) == (self.coordinator, self.timeline):
-            kept = unpack_kept(body)
-            self.ledger.final_below(message.closure, kept)
-            self.sync.steps.final_below(message.closure, kept)
+            self.ledger.final_below(message.closure, unpack_kept(body))
 
     def _hear_counts(self, request: Request[TellCounts]) -> None:
         """Another ps says how many pushes are counted there."""

@@ -131,7 +131,7 @@ class PsSync:
         self.staging = Staging(self.platform.limits.staging_bytes, self.task)
         self.reserve: Callable[[PushKey, int, int, SyncConfig], None] = self.staging.reserve
         self.groups: dict[int, KnownGroup] = {}
-        self.steps = SyncSteps()
+        self.steps = SyncSteps(self.ledger)
         self.check: Callable[[SyncConfig], None] = lambda _: None
         self._index = parse_task_name(self.task)[1]
         self._waiting: dict[PushKey, list[Request[Update]]] = {}

@@ -90,6 +90,7 @@ from psync.sync.staging import Part, PushKey
 from psync.sync.staleness_service import ClockService
 from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE
 from psync.sync.steps import Action, Answer, Close, Contribution, Listed, Refuse, Replica, SyncSteps
+from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.frames import Frame
 from psync.wire.messages import (
@@ -205,7 +206,8 @@ class StepCloser(PsSync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.steps = self.platform.parts.of(SyncSteps)(len(self.attach.ps_addresses) - 1)
+        num_others = len(self.attach.ps_addresses) - 1
+        self.steps = self.platform.parts.of(SyncSteps)(self.ledger, num_others)
         self.all_ps = AllPs(self)
         self.carried: set[int] = set()
         self.pauses = {HOSTED} if self.is_hosted else set()
@@ -423,26 +425,26 @@ class StepCloser(PsSync):
         request.segments = ()
         message, known = request.message, part.known
         group, replica, push = part.key
+        here = self.groups[group]
+        here.spread = here.spread or known.spread
+        if known.others and here.elsewhere == NOWHERE:
+            here.elsewhere = self.steps.present(group)
+        call = (message.closure, message.ordinal << PART_BITS) if message.closure >= 0 else None
+        contribution = Contribution(
+            replica, push, message.acked_below, call, known.variable_set, message.local_step,
+            message.weight, known.others,
+        )  # fmt: skip
         try:
-            self.ledger.check_incarnation(*replica)
-        except PsyncError as exc:
+            actions = self.steps.contribute(group, contribution)
+        except FencedError as exc:
             self.staging.give_back(part.key)
             self.fail(part.key, exc)
             return LATER
-        here = self.groups[group]
         if here.broken is None:
             self.staging.stage(part)
         else:
             self.staging.give_back(part.key)
-        here.spread = here.spread or known.spread
-        if known.others and here.elsewhere == NOWHERE:
-            here.elsewhere = self.steps.present(group)
-        closure = message.closure if message.closure >= 0 else None
-        contribution = Contribution(
-            replica, push, message.acked_below, closure, message.ordinal, known.variable_set,
-            message.local_step, message.weight, known.others,
-        )  # fmt: skip
-        self._perform(self.steps.contribute(group, contribution))
+        self._perform(actions)
         if self._carrying.waiting:
             self._carrying.wake()  # a join waits
         return LATER

@@ -5,10 +5,10 @@ line that fits decides:
 
     the push                                             what becomes of it
     training has ended, or the group is broken           Refuse
+    of an incarnation that was replaced                  FencedError
     same replica, same number, answered                  the same Answer again
     same replica, same number, waiting                   it goes on waiting
     its replica has acknowledged the answer              Refuse: it came late, nobody waits for it
-    of an incarnation that was replaced                  Refuse: FencedError
     its closure is final, or made the same call before   "duplicate", then a token
     local step below the group's step, see ``Group``     "stale", then a token
     its replica has used all bound tokens of the step    "stale", then a token
@@ -30,7 +30,7 @@ Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup repl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -45,9 +45,9 @@ from psync.errors import (
     UsageError,
 )
 from psync.numerics.sums import check_weight
-from psync.store.ledger import same_in_each_run
+from psync.store.ledger import Ledger
 from psync.store.sync_config import SyncConfig
-from psync.wire.closure_numbers import FIRST, Finality, first_of
+from psync.wire.closure_numbers import call_of, first_of
 from psync.wire.messages import Failure
 from psync.wire.remote_errors import exception_of, failure_of
 
@@ -207,8 +207,7 @@ class Contribution(msgspec.Struct, frozen=True):
     replica: Replica
     number: int  # of the push, from 1; the replica counts anew in each group
     acked_below: int  # the replica has the answers to all smaller numbers
-    closure: int | None
-    ordinal: int  # of the call within the closure
+    call: tuple[int, int] | None  # closure, and ordinal as for ``Ledger.judge``
     variable_set: bytes  # digest of the variables of the push
     local_step: int  # -1: of before the group's first step
     weight: float
@@ -269,6 +268,14 @@ class Push(msgspec.Struct, eq=False):
     answer: Answer | None = None
 
 
+class Known(msgspec.Struct, eq=False):
+    """What a group knows of a replica."""
+
+    acked_below: int = 0  # it has the answers to all smaller numbers
+    pushes: dict[int, Push] = msgspec.field(default_factory=dict)  # the others, by number
+    token: int = -1  # that it has not used so far; -1: none
+
+
 class GroupState(msgspec.Struct, kw_only=True, eq=False):
     """What a backup has of a group, too."""
 
@@ -283,14 +290,7 @@ class GroupState(msgspec.Struct, kw_only=True, eq=False):
     failure: Failure | None = None  # see ``broken``
     short_since: float | None = None  # since when fewer live than ``min_replicas``
     has_initial: bool = False  # initial tokens were put
-    shares: dict[Replica, int] = msgspec.field(default_factory=dict)  # of ``counted``
-    pushes: dict[Replica, dict[int, Push]] = msgspec.field(default_factory=dict)
-    """Those that are not acknowledged."""
-    acked_below: dict[Replica, int] = msgspec.field(default_factory=dict)
-    """It has the answers to all smaller numbers."""
-    tokens_held: dict[Replica, int] = msgspec.field(default_factory=dict)  # not used yet
-    counted_calls: dict[tuple[int, int], bytes] = msgspec.field(default_factory=dict)
-    """(closure, ordinal) → digest."""
+    replicas: dict[Replica, Known] = msgspec.field(default_factory=dict)
     outcomes: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # pushes by task
     staleness: dict[int, int] = msgspec.field(default_factory=Counter)
     num_steps: int = 0
@@ -309,6 +309,7 @@ class Group(GroupState, kw_only=True, eq=False):
         number: Of the group.
         config: What its optimizer said.
         others: How many ps tasks there are but ps 0.
+        ledger: Of ps 0, which knows the calls that count.
 
     Attributes:
         broken: Why a step could not be applied: none will be.
@@ -317,6 +318,7 @@ class Group(GroupState, kw_only=True, eq=False):
     number: int
     config: SyncConfig
     others: int
+    ledger: Ledger
     broken: PsyncError | None = None
     per_step: int = 0  # tokens
 
@@ -331,12 +333,11 @@ class Group(GroupState, kw_only=True, eq=False):
 
     # Pushes.
 
-    def judge(self, contribution: Contribution, final: Finality, ended: str | None = None) -> Push:
+    def judge(self, contribution: Contribution, ended: str | None = None) -> Push:
         """Decide what becomes of a push, and count it if it counts; or return what is known of it.
 
         Args:
             contribution: The push; those whose answers its replica has acknowledged are forgotten.
-            final: Which closures are final.
             ended: Why training has ended.
 
         Raises:
@@ -348,20 +349,21 @@ class Group(GroupState, kw_only=True, eq=False):
             PsyncError: The group is broken.
         """
         replica, number = contribution.replica, contribution.number
-        pushes = self.pushes.setdefault(replica, {})
-        acked_below = self.acked_below.setdefault(replica, 0)
-        if acked_below < contribution.acked_below:
-            acked_below = self.acked_below[replica] = contribution.acked_below
-            for acked in list(pushes):
-                if acked < acked_below:
-                    del pushes[acked]
+        known = self.replicas.get(replica)
+        if known is None:
+            known = self.replicas[replica] = Known()
+        if known.acked_below < contribution.acked_below:
+            known.acked_below = contribution.acked_below
+            for acked in list(known.pushes):
+                if acked < known.acked_below:
+                    del known.pushes[acked]
                     self.tokens.waiting.pop((replica, acked), None)  # it may be cancelled there
-        if number < acked_below:
+        if number < known.acked_below:
             raise UsageError(
                 f"{self.config.name}: {replica[0]} sent push {number} again, whose answer it has "
                 "acknowledged"
             )
-        push = pushes.get(number)
+        push = known.pushes.get(number)
         if push is not None and push.answer is not None:
             return push
         if ended is not None and (push is None or not self.applies(push)):
@@ -376,23 +378,23 @@ class Group(GroupState, kw_only=True, eq=False):
         # Steps that were closed since these values were the newest.
         staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
         counts = self.outcomes.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
-        if self._was_counted(contribution, final):
+        call, variables = contribution.call, (self.number, contribution.variable_set)
+        of = f"{self.config.name}: "
+        if call is not None and not self.ledger.is_first(call, variables, (), of):
             push = Push(contribution, "duplicate", staleness)
         elif staleness or (self.config.strict and self._has_had_its_share(contribution)):
             push = Push(contribution, "stale", staleness)
         else:
             push = Push(contribution, "accepted", 0)
             self.counted.append(push)
-            self.shares[replica] = self.shares.get(replica, 0) + 1
-            if contribution.closure is not None:
-                call = contribution.closure & FIRST, contribution.ordinal
-                self.counted_calls[call] = contribution.variable_set
+            if call is not None:
+                self.ledger.count(call, variables)
         counts[push.outcome] += 1
         self.staleness[staleness] += 1
-        pushes[number] = push
-        token = self.tokens_held.pop(replica, None)
-        if push.outcome == "accepted" and token != self.step:
+        known.pushes[number] = push
+        if push.outcome == "accepted" and known.token != self.step:
             self.tokens.charge(replica, self.step)
+        known.token = -1
         return push
 
     def take(self, push: Push) -> list[Action]:
@@ -410,46 +412,28 @@ class Group(GroupState, kw_only=True, eq=False):
                 self.tokens.give_back(taker, answer.token)
                 push.answer = None
 
-    def drop(self, replica: Replica, error: PsyncError) -> list[Action]:
-        """The replica is gone: it waits no more. What was counted stays counted."""
-        waiting = [number for owner, number in self.tokens.waiting if owner == replica]
-        for number in self.pushes.get(replica, ()):
-            self.forget((replica, number))
-        self.pushes.pop(replica, None)
-        self.acked_below.pop(replica, None)
-        self.tokens_held.pop(replica, None)
-        return [Refuse(self.number, replica, number, error) for number in waiting]
+    def fence(self, task: str, below: int) -> list[Action]:
+        """Lower incarnations of a task wait no more. What was counted stays counted."""
+        refused: list[Action] = []
+        for replica in [each for each in self.replicas if each[0] == task and each[1] < below]:
+            error = FencedError(f"incarnation {replica[1]} of {task} has been replaced")
+            waiting = [taker for taker in self.tokens.waiting if taker[0] == replica]
+            refused += [Refuse(self.number, *taker, error) for taker in waiting]
+            for number in self.replicas.pop(replica).pushes:
+                self.forget((replica, number))
+        return refused
 
-    def forget_calls(self, final: Finality) -> None:
-        """Forget the calls of closures of which no run will come any more."""
-        for call in [call for call in self.counted_calls if final.is_over(call[0])]:
-            del self.counted_calls[call]
-
-    def waiting_closures(self) -> set[int | None]:
+    def waiting_closures(self) -> set[int]:
         """Return the closures whose replicas wait for a token."""
-        return {
-            self.pushes[replica][number].contribution.closure
-            for replica, number in self.tokens.waiting
-        }
+        waiting = self.tokens.waiting
+        pushes = [self.replicas[replica].pushes[number] for replica, number in waiting]
+        calls = [push.contribution.call for push in pushes]
+        return {call[0] for call in calls if call is not None}
 
     def pending(self) -> set[tuple[int, int]]:
         """Return (closure, ordinal) of each call in steps that have not been applied."""
-        pushes = [push.contribution for push in (*self.being_applied, *self.counted)]
-        return {
-            (first_of(push.closure), push.ordinal) for push in pushes if push.closure is not None
-        }
-
-    def calls(self) -> list[tuple[int, int, bytes]]:
-        """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
-        pending = self.pending()
-        return [
-            (*call, digest) for call, digest in self.counted_calls.items() if call not in pending
-        ]
-
-    def note_calls(self, calls: Iterable[tuple[int, int, bytes]]) -> None:
-        """Take calls for counted that were counted before this group was begun anew."""
-        for closure, ordinal, digest in calls:
-            self.counted_calls[closure, ordinal] = digest
+        calls = [push.contribution.call for push in (*self.being_applied, *self.counted)]
+        return {(first_of(call[0]), call_of(call[1])) for call in calls if call is not None}
 
     # Snapshots.
 
@@ -467,11 +451,12 @@ class Group(GroupState, kw_only=True, eq=False):
         if self.failure is not None:
             self.broken = exception_of(self.failure, "/job:ps/task:0")
         for pushes in (self.counted, self.being_applied):  # the same object, wherever it is
-            pushes[:] = [
-                self.pushes.get(made.replica, {}).get(made.number, push)
-                for push in pushes
-                for made in [push.contribution]
-            ]
+            for at, push in enumerate(pushes):
+                made = push.contribution
+                if made.replica in self.replicas:
+                    pushes[at] = self.replicas[made.replica].pushes.get(made.number, push)
+                if made.call is not None:  # the ledger's snapshot has those that are applied
+                    self.ledger.count(made.call, (self.number, made.variable_set))
 
     # Steps.
 
@@ -514,11 +499,9 @@ class Group(GroupState, kw_only=True, eq=False):
             partial: Whether it is less than what it needs.
             last: The push that makes it complete; it has asked for no token so far.
         """
-        can_close = self.counted and self.closing is None and self.broken is None
-        assert can_close, f"{self.config.name}: there is nothing to close at step {self.step}"
+        assert self.may_end, f"{self.config.name}: there is nothing to close at step {self.step}"
         pushes, self.counted = self.counted, []
         self.being_applied = pushes
-        self.shares.clear()
         if self.config.deterministic:
             pushes.sort(key=lambda push: (parse_task_name(push.contribution.replica[0]),
                                           push.contribution.number))  # fmt: skip
@@ -622,21 +605,6 @@ class Group(GroupState, kw_only=True, eq=False):
             "replicas": {task: dict(counts) for task, counts in self.outcomes.items()},
         }
 
-    def _was_counted(self, contribution: Contribution, final: Finality) -> bool:
-        closure = contribution.closure
-        if closure is None:
-            return False
-        if final.is_final(closure):
-            return True
-        digest = self.counted_calls.get((closure & FIRST, contribution.ordinal))
-        if digest is not None and digest != contribution.variable_set:
-            raise UsageError(
-                f"{self.config.name}: closure {first_of(closure)}, call {contribution.ordinal}, "
-                "pushes other variables than in its first run",
-                hint=same_in_each_run(closure),
-            )
-        return digest is not None
-
     def _has_had_its_share(self, contribution: Contribution) -> bool:
         """Whether the replica has contributed to the step all that its bound tokens allow.
 
@@ -644,11 +612,12 @@ class Group(GroupState, kw_only=True, eq=False):
         early to count. If it still waits, the program does not wait for it.
         """
         replica = contribution.replica
-        if self.shares.get(replica, 0) < self.config.allowance:
+        share = [push.contribution.replica for push in self.counted].count(replica)
+        if share < self.config.allowance:
             return False
         if any(owner == replica for owner, _ in self.tokens.waiting):
             raise UsageError(
-                f"{self.config.name}: {replica[0]} has contributed {self.shares[replica]} times "
+                f"{self.config.name}: {replica[0]} has contributed {share} times "
                 f"to step {self.step}, the maximum with bound tokens",
                 hint="await each apply_gradients before the next pull and push",
             )
@@ -661,7 +630,7 @@ class Group(GroupState, kw_only=True, eq=False):
     def _answers(self, grants: list[tuple[Taker, int]]) -> list[Action]:
         answers: list[Action] = []
         for (replica, number), token in grants:
-            push = self.pushes[replica][number]
+            push = self.replicas[replica].pushes[number]
             # Who goes on while its step is applied is told of no step: that may fail yet.
             count = 0 if self.closing is not None and self.applies(push) else push.count
             answers.append(self._answer(push, token, count))
@@ -672,7 +641,7 @@ class Group(GroupState, kw_only=True, eq=False):
         push.answer = Answer(
             self.number, replica, number, push.outcome, push.staleness, token, push.partial, count
         )
-        self.tokens_held[replica] = token
+        self.replicas[replica].token = token
         return push.answer
 
 
@@ -684,23 +653,20 @@ class _Groups(dict[int, Group]):
 
 
 class RuleState(msgspec.Struct, eq=False):
-    """What a backup has of the rule, too, beside its groups and which closures are final."""
+    """What a backup has of the rule, too, beside its groups."""
 
-    incarnations: dict[str, int] = msgspec.field(default_factory=dict)
-    """The newest known of each task that pushed."""
     alive: dict[str, int] | None = None  # None: nobody has said so far
     missing: tuple[str, ...] = ()
     now: float = 0.0  # when this was said
     in_flight: list[int] = msgspec.field(default_factory=list)  # closures; none: more may start
     ended: str | None = None  # why
-    noted: list[tuple[int, int, int, bytes]] = msgspec.field(default_factory=list)
-    """Calls of groups to be defined."""
 
 
 class SyncSteps:
     """All synchronous groups of one cluster. Single owner, no clock; never blocks.
 
     Args:
+        ledger: Of ps 0, which knows the calls that count.
         others: How many ps tasks there are but ps 0.
 
     Attributes:
@@ -708,11 +674,11 @@ class SyncSteps:
         is_short: Whether fewer replicas live than some group needs: ``next_deadline`` may be one.
     """
 
-    def __init__(self, others: int = 0) -> None:
+    def __init__(self, ledger: Ledger, others: int = 0) -> None:
+        self.ledger = ledger
         self._others = others
         self.groups = _Groups()
         self.is_short = False
-        self._final = Finality()
         self._state = RuleState()
 
     # Groups.
@@ -728,13 +694,12 @@ class SyncSteps:
         if group in self.groups:
             return
         known = self.groups[group] = Group(
-            number=group, config=config, others=self._others,
+            number=group, config=config, others=self._others, ledger=self.ledger,
             step=initial_step, first_step=initial_step,
         )  # fmt: skip
         if self._state.alive is not None:  # it knows since when too few live
             known.follow(self._state.alive, self._state.now)
             self.is_short |= known.short_since is not None
-        known.note_calls([noted[1:] for noted in self._state.noted if noted[0] == group])
 
     def present(self, group: int) -> int:
         """Return the group's present step; -1: it is not defined."""
@@ -763,18 +728,18 @@ class SyncSteps:
     # Pushes.
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
-        """Judge a push by the table above, and close the step if it was the last one missing."""
-        known, (task, incarnation) = self.groups[group], contribution.replica
-        actions: list[Action] = []
-        newest = self._state.incarnations.setdefault(task, incarnation)
-        if newest < incarnation:
-            actions += self.fence(task, incarnation)
+        """Judge a push by the table above, and close the step if it was the last one missing.
+
+        Raises:
+            FencedError: Its replica has been replaced.
+        """
+        known, replica = self.groups[group], contribution.replica
+        self.ledger.check_incarnation(*replica)
+        actions = [] if replica in known.replicas else self.fence(*replica)
         try:
-            if newest > incarnation:
-                raise FencedError(f"incarnation {incarnation} of {task} has been replaced")
-            push = known.judge(contribution, self._final, self._state.ended)
+            push = known.judge(contribution, self._state.ended)
         except PsyncError as exc:
-            return [*actions, Refuse(group, contribution.replica, contribution.number, exc)]
+            return [*actions, Refuse(group, replica, contribution.number, exc)]
         if push.answer is not None:  # it is known
             return [push.answer]
         if not known.has_initial:
@@ -837,9 +802,10 @@ class SyncSteps:
         not named need not be dead: a worker that is out of data takes part no more, and may be
         waiting for its token all the same. Of deaths ``fence`` tells.
         """
-        self._state.alive = dict(alive)
+        before, self._state.alive = self._state.alive or {}, dict(alive)
         self._state.missing, self._state.now = tuple(missing), now
-        actions = [act for task, number in alive.items() for act in self.fence(task, number)]
+        begun = [replica for replica in alive.items() if before.get(replica[0]) != replica[1]]
+        actions = [act for replica in begun for act in self.fence(*replica)]
         self.is_short = False
         for known in self.groups.values():
             known.follow(self._state.alive, now)
@@ -848,12 +814,8 @@ class SyncSteps:
 
     def fence(self, task: str, below: int) -> list[Action]:
         """Incarnations of ``task`` below ``below`` are over: they wait no more."""
-        known = self._state.incarnations.get(task)
-        if known is None or known >= below:
-            return []
-        self._state.incarnations[task] = below
-        error = FencedError(f"incarnation {known} of {task} has been replaced")
-        return [act for each in self.groups.values() for act in each.drop((task, known), error)]
+        self.ledger.fence(task, below)
+        return [act for known in self.groups.values() for act in known.fence(task, below)]
 
     def schedule(self, queued: bool, in_flight: Sequence[int]) -> list[Action]:
         """Take note of the coordinator's closures.
@@ -865,38 +827,13 @@ class SyncSteps:
         self._state.in_flight = [] if queued else sorted(set(in_flight))
         return self._close_what_is_due()
 
-    def final_below(self, closure: int, kept: Sequence[tuple[int, int]] = ()) -> None:
-        """Forget the calls of all closures below ``closure``; as ``Ledger.final_below``."""
-        if self._final.update(closure, kept):
-            self._state.noted = [
-                noted for noted in self._state.noted if not self._final.is_over(noted[1])
-            ]
-            for known in self.groups.values():
-                known.forget_calls(self._final)
-
     def closing(self) -> list[Close]:
         """Return the steps that are decided, and not applied by every ps."""
         return [known.closing for known in self.groups.values() if known.closing is not None]
 
-    def pending_closures(self) -> list[int]:
-        """Return the closures, by first run, that were counted in a step that is not applied."""
-        return sorted({first for known in self.groups.values() for first, _ in known.pending()})
-
-    def calls(self) -> list[tuple[int, int, int, bytes]]:
-        """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
-        calls = [noted for noted in self._state.noted if noted[0] not in self.groups]
-        for number, known in self.groups.items():
-            calls += [(number, *call) for call in known.calls()]
-        return calls
-
-    def note_calls(self, calls: Sequence[tuple[int, int, int, bytes]], final: Finality) -> None:
-        """Take calls for counted that were counted before; no group is defined yet.
-
-        Args:
-            calls: (group, closure, ordinal, digest) of each.
-            final: Which closures are final.
-        """
-        self._state.noted, self._final = list(calls), Finality(final.below, final.listed())
+    def pending(self) -> set[tuple[int, int]]:
+        """Return (closure, ordinal) of each call that counts in a step that is not applied."""
+        return {call for known in self.groups.values() for call in known.pending()}
 
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.
@@ -951,7 +888,6 @@ class SyncSteps:
         """Return all of its state as plain data: numbers, texts, lists."""
         return {
             **msgspec.to_builtins(self._state, builtin_types=(bytes,)),
-            "final": [self._final.below, self._final.listed()],
             "groups": [[number, known.snapshot()] for number, known in self.groups.items()],
         }
 
@@ -963,7 +899,6 @@ class SyncSteps:
             configs: Of its groups.
         """
         self._state = msgspec.convert(state, RuleState)
-        self._final = Finality(*state["final"])
         for number, group in state["groups"]:
             self.define(number, configs[number], 0)
             known = self.groups[number]

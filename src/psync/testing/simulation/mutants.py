@@ -146,7 +146,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "sync_second_run_counts": Mutant(
         "of the runs of a closure one counts in a step", ("sync",),
-        ((Group, "_was_counted", wrong.does_nothing(False)),),
+        ((Ledger, "is_first", wrong.does_nothing(True)),),
     ),
     "entry_not_done": Mutant(
         "a backup does each entry that it has taken", ("replica",),
@@ -376,7 +376,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "open_step_is_saved": Mutant(
         "a checkpoint has nothing of a step that is open", ("checkpoint",),
-        ((Group, "calls", wrong.of_open_steps_too),),
+        ((SyncSteps, "pending", wrong.does_nothing(frozenset())),),
     ),
     "parts_stay": Mutant(
         "parts of pushes go when their step is closed", ("sync",),

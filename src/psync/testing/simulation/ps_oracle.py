@@ -301,6 +301,7 @@ def _judged(task: PsTask, state: SnapshotState) -> Sequence[Contents]:
     updates: Contents = {f"ledger of {sender.task}": tuple(sender) for sender in state.senders}
     calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
     updates["calls"] = sorted(calls), sorted(state.parts)
+    updates["counted"] = sorted(services.ledger.counted())
     updates["final below"] = state.final_below, state.kept
     updates |= {f"pushes of {number}": count for number, count in state.counts if any(count)}
     accumulators = {

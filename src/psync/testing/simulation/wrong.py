@@ -44,7 +44,7 @@ from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import AllPs, StepCloser
 from psync.sync.steps import Close, Contribution, Group, SyncSteps
-from psync.wire.closure_numbers import first_of
+from psync.wire.closure_numbers import PART_BITS, first_of
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done, FinalBelow, TellCounts
 
@@ -515,18 +515,11 @@ def packs_all(original: Callable[..., Any]) -> Any:
     return lambda answer: encode(answer) if isinstance(answer, Message) else None
 
 
-def of_open_steps_too(original: Callable[..., Any]) -> Any:
-    def calls(self: Group) -> list[tuple[int, int, bytes]]:
-        return [(*call, digest) for call, digest in self.counted_calls.items()]
-
-    return calls
-
-
 def notes_who_has_come(original: Callable[..., Any]) -> Any:
     def took(self: StepCloser, request: Request[Any], part: Any) -> None:
         message = request.message
         if message.closure >= 0:
-            call = part.key[0], first_of(message.closure), message.ordinal
+            call = first_of(message.closure), message.ordinal << PART_BITS
             self.steps.__dict__.setdefault("came", {}).setdefault(call, part.key[1:])
         original(self, request, part)
 
@@ -535,11 +528,11 @@ def notes_who_has_come(original: Callable[..., Any]) -> Any:
 
 def counts_who_came_first(original: Callable[..., Any]) -> Any:
     def contribute(self: SyncSteps, group: int, push: Contribution) -> Any:
-        if push.closure is not None:
-            call = group, first_of(push.closure), push.ordinal
+        if push.call is not None:
+            call = first_of(push.call[0]), push.call[1]
             who = push.replica, push.number
             if self.__dict__.get("came", {}).get(call, who) != who:
-                self.groups[group].note_calls([(*call[1:], push.variable_set)])
+                self.ledger.count(call, (group, push.variable_set))
         return original(self, group, push)
 
     return contribute
