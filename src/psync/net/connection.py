@@ -63,6 +63,7 @@ from psync.wire.frames import (
     FrameDecoder,
     Kind,
     Segment,
+    check_sizes,
     encode_head,
     flat,
     with_lengths,
@@ -345,8 +346,8 @@ class Connection(asyncio.BufferedProtocol):
         self._plain_bytes = min(LENT_ABOVE_BYTES, limits.segment_bytes, limits.body_bytes)
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(HANDSHAKE_LIMITS, self._sink, Request)
-        # Where the next bytes belong is the decoder's to say, and asked for each read.
-        self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
+        # Asked for at each read: where the next bytes belong, which the decoder knows before.
+        self.get_buffer = functools.partial(getattr, self._decoder, "room")  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
         self._deadline: asyncio.TimerHandle  # of the handshake; from connection_made on
         self._closing = False  # nothing is sent or handed over any more
@@ -718,37 +719,32 @@ class Connection(asyncio.BufferedProtocol):
             LocalProtocolError: It is larger than the limits allow.
         """
         loan: Loan | None = None
-        sharing, body, nbytes = self.sharing, _NONE, 0
+        sharing, limits, lengths, body = self.sharing, self._limits, _NONE, _NONE
+        count = nbytes = 0
         try:
             try:
                 header = b"" if message is None else to_header(message)
             except UNENCODABLE:
                 header = encode(cast(Message, message))  # says so
+            size = len(header)
             if type(segments) is Joined:
                 lengths, body = segments.lengths, [*filter(len, segments)]
             elif segments:
                 lengths, body = flat(segments)
-            else:
-                lengths = _NONE
-            count, size, limits = len(lengths), len(header), self._limits
-            if count:
-                nbytes = sum(lengths)
+            if lengths:
+                count, nbytes = len(lengths), sum(lengths)
             if nbytes > self._plain_bytes or size > limits.header_bytes or count > limits.segments:
+                check_sizes(LocalProtocolError, limits, size, count, nbytes, lengths)
                 if nbytes > LENT_ABOVE_BYTES and sharing is not None:
                     loan = sharing.lend(body, nbytes, copied=copied)
-                extents = () if loan is None else loan.extents
-                head = encode_head(kind, request_id, header, lengths, extents, limits)
-            elif count:  # as ``encode_head``
-                pack = with_lengths(PREFIX_FORMAT, count).pack
-                head = pack(MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths)
-                head += header
-            else:
-                head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, size, 0, 0) + header
         except LocalProtocolError as exc:
-            if loan is not None and sharing is not None:
-                sharing.withdrawn(loan)
             exc.add_note(f"while sending {type(message).__name__} to {self.handshake.peer_task}")
             raise
+        if loan is not None:
+            head = encode_head(kind, request_id, header, lengths, loan.extents)
+        else:  # the same, and each call of a function would be one more for each message
+            pack = with_lengths(PREFIX_FORMAT, count).pack
+            head = pack(MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths) + header
         if self.tap is not None:
             table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
             self.tap(kind | SENT, request_id, header, table + nbytes)
