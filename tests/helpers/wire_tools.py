@@ -90,8 +90,7 @@ def encode_frame(
 ) -> list[Buffer]:
     """Return the buffers of a frame whose body is not lent, as a connection sends it."""
     lengths, buffers = flat(segments)
-    if isinstance(segments, Joined):
-        lengths = segments.lengths
+    lengths = segments.lengths if isinstance(segments, Joined) else lengths
     frames.check_sizes(LocalProtocolError, limits, len(header), len(lengths), sum(lengths), lengths)
     return [encode_head(kind, request_id, header, lengths), *buffers]
 

@@ -40,10 +40,10 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.net import connection as connection_module
-from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Into, Request
+from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
-from psync.wire.frames import Frame, FrameDecoder, Kind, Segment
+from psync.wire.frames import Frame, FrameDecoder, Kind, Segment, Sink
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import (
@@ -106,8 +106,8 @@ def halves(memory: Any) -> list[memoryview]:
     return [whole[: len(whole) // 3], whole[len(whole) // 3 :]]
 
 
-def onto(memory: Any) -> Into:
-    return lambda message, lengths, lent: halves(memory)
+def onto(memory: Any) -> Sink:
+    return lambda reply: halves(memory)
 
 
 def raw(

@@ -57,12 +57,12 @@ from psync.wire.frames import (
     SENT,
     SMALL_BODY_BYTES,
     VERSION,
-    Borrowed,
     Buffer,
     Frame,
     FrameDecoder,
     Kind,
     Segment,
+    Sink,
     check_sizes,
     encode_head,
     flat,
@@ -98,10 +98,6 @@ M = TypeVar("M", bound=Message)
 
 Tap = Callable[[int, int, bytes, int], None]
 """Shown each message: its kind, request id, header, and the bytes of its body."""
-
-Into = Callable[[Message, tuple[int, ...], "Borrowed | None"], Sequence[memoryview]]
-"""Returns memory for a reply's body, given its message and the lengths of its segments; or that
-body itself, kept where it is, if it is lent."""
 
 Then = Callable[[Frame | Exception], None] | asyncio.Future[Frame]
 """Gets the reply (a frame, with ``message`` and ``segments``), or the reason why there is none."""
@@ -355,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
         # Our requests.
         # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is
         # sent.
-        self._calls: dict[int, tuple[Then, Into | None, list[Buffer]]] = {}
+        self._calls: dict[int, tuple[Then, Sink | None, list[Buffer]]] = {}
         self._next_id = 1
         self._pongs: deque[asyncio.Future[None]] = deque()
         # Theirs.
@@ -394,7 +390,7 @@ class Connection(asyncio.BufferedProtocol):
         message: Message,
         segments: Sequence[Segment] = (),
         *,
-        into: Into | None = None,
+        into: Sink | None = None,
         deadline: float | None = None,
         copied: bool = False,
     ) -> Frame:
@@ -405,7 +401,8 @@ class Connection(asyncio.BufferedProtocol):
             segments: Its body. Above 64 KiB it is not copied, and must not change before the
                 reply; if there is none, because of a cancellation or a deadline, before the
                 connection is closed, or what was lent of it is given back.
-            into: Says where the reply's body belongs. The reply's ``segments`` are then empty.
+            into: Says where the reply's body belongs, given the reply, with its ``message``. The
+                reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
             copied: Whether the body is copied, also where the peer could read it as it is.
 
@@ -440,7 +437,7 @@ class Connection(asyncio.BufferedProtocol):
         message: Message,
         segments: Sequence[Segment],
         then: Then,
-        into: Into | None = None,
+        into: Sink | None = None,
         *,
         copied: bool = False,
     ) -> int:
@@ -610,7 +607,7 @@ class Connection(asyncio.BufferedProtocol):
     def _sink(self, frame: Frame) -> Sequence[memoryview] | None:
         kind, call = frame.kind, None
         if kind == _REPLY:
-            call = self._calls.get(frame.request_id)
+            call, frame.token = self._calls.get(frame.request_id), frame.request_id
             if call is None:  # we gave up
                 return None
         elif kind != _REQUEST and kind != _NOTIFY:
@@ -619,33 +616,33 @@ class Connection(asyncio.BufferedProtocol):
             frame.message = header_decoder()(frame.header)
         except Exception as exc:
             raise undecodable(frame.header, exc) from exc
-        if call is None:
+        place: Any
+        if call is not None:
+            place = call[1]
+        else:
             assert isinstance(frame, Request)
             frame.peer = self
             handler = self._handlers.get(type(frame.message))
             if handler is None:
                 raise self._unserved(frame.message)
-            prepare = handler.prepare
-            if prepare is not None:
-                try:
-                    views = frame.segments = prepare(frame)
-                    if sum(map(len, views)) != frame.nbytes:
-                        raise _misfit(views, frame)
-                    return views
-                except Exception as exc:
-                    frame.token = exc
-                    return None
-        elif call[1] is not None:
-            frame.token = frame.request_id
+            place = handler.prepare
+        if place is not None:
             try:
-                views = call[1](frame.message, frame.lengths, frame.borrowed)
-                if sum(map(len, views)) != frame.nbytes:
-                    raise _misfit(views, frame)
-                return views
+                views: Sequence[memoryview] | None = place(frame)
+                if views is not None and (given := sum(map(len, views))) != frame.nbytes:
+                    raise LocalProtocolError(
+                        f"{given} bytes of memory were given for a body of {frame.nbytes}"
+                    )
             except Exception as exc:
-                del self._calls[frame.request_id]
-                _tell(call[0], exc)
+                if call is None:
+                    frame.token = exc  # the answer, once all of it has come
+                else:
+                    del self._calls[frame.request_id]
+                    _tell(call[0], exc)
                 return None
+            if call is None:
+                frame.segments = views or ()
+            return views
         segments: list[memoryview] = []
         frame.segments = segments
         # Small bodies share one buffer; large segments get recycled ones of their own.
@@ -981,8 +978,3 @@ def _tell(then: Then, outcome: Frame | Exception) -> None:
         fail(then, outcome)
     elif not then.done():
         then.set_result(outcome)
-
-
-def _misfit(views: Sequence[memoryview], frame: Frame) -> LocalProtocolError:
-    given = sum(map(len, views))
-    return LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
