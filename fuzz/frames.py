@@ -33,7 +33,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         rest = memoryview(data)
         with contextlib.suppress(RemoteProtocolError):
             while rest:
-                room = decoder.get_buffer()
+                room = decoder.room
                 count = min(len(room), len(rest), 1 + draw.below(200))
                 room[:count] = rest[:count]
                 rest = rest[count:]
@@ -41,10 +41,10 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 while frame is not None:
                     assert len(frame.header) <= limits.header_bytes
                     frame = decoder.next_frame()
-        assert len(decoder.get_buffer()) <= 1 << 20
+        assert len(decoder.room) <= 1 << 20
 
     def bytes_of(kind: Kind, number: int, header: bytes, body: list[bytes]) -> bytes:
-        head = encode_head(kind, number, header, [len(part) for part in body], ())
+        head = encode_head(kind, number, header, [len(part) for part in body])
         return b"".join((head, *body))
 
     headers = [encode(sample_of(kind)) for kind in CLASSES]

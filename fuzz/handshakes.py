@@ -44,7 +44,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     def pour(side: Handshake, data: bytes, step: int) -> None:
         rest, decoder = memoryview(data), FrameDecoder(HANDSHAKE_LIMITS, nobody_sends_a_body)
         while rest and side.state is not State.OPEN:  # then ``frames`` goes on
-            room = decoder.get_buffer()
+            room = decoder.room
             count = min(len(room), len(rest), step)
             room[:count] = rest[:count]
             rest = rest[count:]
@@ -77,7 +77,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 Kind.HELLO: Hello, Kind.CHALLENGE: Challenge, Kind.PROOF: Proof,
                 Kind.WELCOME: Welcome, Kind.REFUSED: Refused,
             }[kind]  # fmt: skip
-            said = encode_head(kind, 0, encode(drawn_of(word, draw)), (), ())
+            said = encode_head(kind, 0, encode(drawn_of(word, draw)))
         waited_for_welcome = side.state is State.AWAIT_WELCOME
         try:
             pour(side, said, step)
@@ -98,7 +98,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         (Kind.REFUSED, Refused("full", "no room")),
     ]
     seeds = [
-        bytes((state, step)) + encode_head(kind, 0, encode(word), (), ())
+        bytes((state, step)) + encode_head(kind, 0, encode(word))
         for kind, word in words
         for state in range(4)
         for step in (0, 3)

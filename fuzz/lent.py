@@ -86,7 +86,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         frame: Frame | None = None
         try:
             while rest:
-                room = decoder.get_buffer()
+                room = decoder.room
                 count = min(len(room), len(rest), 1 + draw.below(200))
                 room[:count] = rest[:count]
                 rest = rest[count:]
@@ -109,10 +109,10 @@ def setup() -> tuple[OneInput, list[bytes]]:
     def lent(number: int, *extents: tuple[int, int, int]) -> bytes:
         named = [Extent(*extent) for extent in extents]
         length = sum(extent.nbytes for extent in named)
-        return encode_head(Kind.REQUEST, number, b"head", [length], named, limits)
+        return encode_head(Kind.REQUEST, number, b"head", [length], named)
 
     def word(kind: Kind, number: int) -> bytes:
-        return encode_head(kind, number, b"", (), ())
+        return encode_head(kind, number, b"")
 
     heads = [
         lent(number, *extents)

@@ -17,6 +17,7 @@ from psync.client.plan import Landing, Plan, make_plan
 from psync.numerics.memory import BlockPool
 from psync.partitioners import div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.wire.frames import Frame
 from psync.wire.limits import Limits
 
 
@@ -112,7 +113,9 @@ def test_every_byte_of_every_body_lands_where_its_variable_lies(
     for at, request in enumerate(plan.requests):
         body = b"".join(bytes(came[i][start:end]) for i, start, end in request.cuts)
         assert len(body) == request.nbytes == sum(request.lengths)
-        targets = landing.into(at, None, request.lengths, None)
+        answer = Frame()
+        answer.lengths = request.lengths
+        targets = landing.into(at, answer) or []
         assert sum(map(len, targets)) == len(body)
         assert all(map(len, targets))
         for target in targets:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from endpoints import PS, SECRET, WORKER, Handlers
-from psync.net.connection import Connection, Into
+from psync.net.connection import Connection
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.testing import MemoryNetwork
 from psync.testing.link import Ends, Fabric, Link
 from psync.wire.codec import Message
-from psync.wire.frames import VERSION, Frame
+from psync.wire.frames import VERSION, Frame, Sink
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Challenge, Hello
@@ -155,7 +155,7 @@ class Peers:
     _turns: Turns
 
     def ask(
-        self, message: Message, segments: Sequence[Any] = (), into: Into | None = None
+        self, message: Message, segments: Sequence[Any] = (), into: Sink | None = None
     ) -> Frame:
         """What the ps answers, or raises."""
         got: list[Frame | Exception] = []

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 
-from psync.errors import RemoteProtocolError
+from psync.errors import LocalProtocolError, RemoteProtocolError
+from psync.wire import frames
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Buffer, Extent, Frame, FrameDecoder, Segment, encode_head, flat
 from psync.wire.limits import DEFAULT_LIMITS, Limits
@@ -20,8 +21,8 @@ def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list
     for size in itertools.chain(sizes, itertools.repeat(1 << 40)):
         if not rest:
             return frames
-        room = decoder.get_buffer()
-        assert len(room), "get_buffer() is never empty"
+        room = decoder.room
+        assert len(room), "it is never empty"
         count = min(len(room), len(rest), size)
         room[:count] = rest[:count]
         rest = rest[count:]
@@ -89,9 +90,9 @@ def encode_frame(
 ) -> list[Buffer]:
     """Return the buffers of a frame whose body is not lent, as a connection sends it."""
     lengths, buffers = flat(segments)
-    if isinstance(segments, Joined):
-        lengths = segments.lengths
-    return [encode_head(kind, request_id, header, lengths, (), limits), *buffers]
+    lengths = segments.lengths if isinstance(segments, Joined) else lengths
+    frames.check_sizes(LocalProtocolError, limits, len(header), len(lengths), sum(lengths), lengths)
+    return [encode_head(kind, request_id, header, lengths), *buffers]
 
 
 def cut(memory: bytes | bytearray, points: Iterable[int]) -> list[memoryview]:

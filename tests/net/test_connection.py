@@ -40,10 +40,10 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.net import connection as connection_module
-from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Into, Request
+from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
-from psync.wire.frames import FrameDecoder, Kind, Segment
+from psync.wire.frames import Frame, FrameDecoder, Kind, Segment, Sink
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import (
@@ -106,8 +106,8 @@ def halves(memory: Any) -> list[memoryview]:
     return [whole[: len(whole) // 3], whole[len(whole) // 3 :]]
 
 
-def onto(memory: Any) -> Into:
-    return lambda message, lengths, lent: halves(memory)
+def onto(memory: Any) -> Sink:
+    return lambda reply: halves(memory)
 
 
 def raw(
@@ -187,15 +187,14 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
         request.answer(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
 
     destination = np.zeros_like(source)
-    get_buffer, straight = FrameDecoder.get_buffer, 0
+    received, straight = FrameDecoder.received, 0
 
-    def watch(decoder: FrameDecoder, sizehint: int) -> memoryview:
+    def watch(decoder: FrameDecoder, nbytes: int) -> Frame | None:
         nonlocal straight
-        room = get_buffer(decoder, sizehint)
-        straight += np.shares_memory(np.frombuffer(room, np.uint8), destination)
-        return room
+        straight += np.shares_memory(np.frombuffer(decoder.room, np.uint8), destination)
+        return received(decoder, nbytes)
 
-    monkeypatch.setattr(FrameDecoder, "get_buffer", watch)
+    monkeypatch.setattr(FrameDecoder, "received", watch)
     network, address = places(tmp_path)[place]()
     async with connected(network, {Read: Handler(served)}, address=address, lane="bulk") as pair:
         await pair.peer.call(pull(), into=onto(destination))

@@ -69,7 +69,7 @@ def greet(protocol: Side, data: bytes, sizes: Iterable[int] = ()) -> None:
     for size in itertools.chain(sizes, itertools.repeat(len(data))):
         if not rest:
             return
-        count = min(len(room := protocol.decoder.get_buffer()), len(rest), size)
+        count = min(len(room := protocol.decoder.room), len(rest), size)
         room[:count], rest = rest[:count], rest[count:]
         protocol.received(count)
 
@@ -155,7 +155,7 @@ def test_frames_behind_the_handshake_wait_until_they_are_asked_for() -> None:
     greet(client, said(server))
     data = said(client)
     data += joined(encode_frame(Kind.REQUEST, 9, bytes(5000), [b"abc"]))
-    server.decoder.get_buffer()[: len(data)] = data
+    server.decoder.room[: len(data)] = data
     server.received(len(data))
     assert server.state is State.OPEN
     server.decoder.limits = DEFAULT_LIMITS

@@ -41,12 +41,12 @@ from psync.errors import (
     RemoteProtocolError,
     TaskLost,
 )
-from psync.net.connection import Connection, Into
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.shielding import begin, shielded
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
-from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
+from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment, Sink
 from psync.wire.messages import Contributed, DefinePlan
 
 logger = logging.getLogger(__name__)
@@ -168,22 +168,15 @@ class PsLink:
         assert isinstance(received, Frame), "else its error was raised"
         return received
 
-    def ask(self, call: Call, then: Then | None = None, losses: int = 0) -> Call:
-        """Make a call of this link; without a coroutine while there is a connection.
-
-        Args:
-            call: Can be given up.
-            then: Told of the end.
-            losses: Connections in a row that were lost with it.
-        """
-        call.then, call.losses = then, losses
+    def ask(self, call: Call) -> Call:
+        """Make a call of this link; without a coroutine while there is a connection."""
         if not call.lane:
             call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)
         is_held = self._released is not None and not call.urgent
         self.client.calls += 1
         if peer is None or not peer.is_open or self.lost is not None or is_held:
-            self.ask_later(call)
+            call.end = begin(self._ask_later(call), self.repeating).cancel
             return call
         try:
             definition = call.definition
@@ -200,11 +193,8 @@ class PsLink:
             call.told(exc)
         return call
 
-    def ask_later(self, call: Call) -> None:
-        """Make a call once there is a connection, and no recovery goes on."""
-        call.end = begin(self._ask_later(call), self.repeating).cancel
-
     async def _ask_later(self, call: Call) -> None:
+        """Make a call once there is a connection, and no recovery goes on."""
         try:
             if call.losses > 1:
                 await asyncio.sleep(backoff(call.losses, self._endpoint.platform.uniform()))
@@ -223,7 +213,7 @@ class PsLink:
             call.told(exc)
         else:
             call.asked = asyncio.get_running_loop().time()
-            self.ask(call, call.then, call.losses)
+            self.ask(call)
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a notification if there is a connection."""
@@ -475,7 +465,7 @@ class Call(msgspec.Struct, eq=False):
     segments: Sequence[Segment] = ()
     nbytes: int = 0
     lane: str = ""
-    into: Into | None = None
+    into: Sink | None = None
     lengths: tuple[int, ...] | None = None
     urgent: bool = False
     copied: bool = False
@@ -501,7 +491,7 @@ class Call(msgspec.Struct, eq=False):
         if isinstance(outcome, ConnectionLost | PlanForgotten):
             error = self._refusal(outcome)
             if error is None:
-                self.link.ask_later(self)
+                self.end = begin(self.link._ask_later(self), self.link.repeating).cancel
                 return
             outcome = error
         self.end = None
@@ -600,7 +590,7 @@ class Answers(Generic[M]):
         self.missing = len(self.calls)
         self.outcomes = [None] * self.missing
         for at, call in enumerate(self.calls):
-            call.answers, call.at = self, at
+            call.answers, call.at, call.losses = self, at, 0
             call.link.ask(call)
         if not self.calls:
             self.complete()
@@ -630,7 +620,7 @@ class Answers(Generic[M]):
         if is_due and self.missing and isinstance(self.outcomes[at], Frame):
             self.missing += 1
             self.outcomes[at] = None
-            self.calls[at].answers = self
+            self.calls[at].answers, self.calls[at].losses = self, 0
             self.calls[at].link.ask(self.calls[at])
 
     def lack(self, error: Exception) -> None:

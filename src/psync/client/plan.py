@@ -29,7 +29,7 @@ from psync.numerics.rows import Empty, IndexedSlices, merged
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import BESIDE, HOME
 from psync.wire.codec import encode, replace
-from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Borrowed, Segment, copies
+from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Frame, Segment, copies
 from psync.wire.messages import DefinePlan, Read
 from psync.wire.tensors import Joined, cut, to_bytes_view, to_bytes_views
 
@@ -359,19 +359,16 @@ class Landing:
             root.flags.writeable = self._writable
         return view
 
-    def into(
-        self, at: int, _: object, lengths: tuple[int, ...], lent: Borrowed | None
-    ) -> Sequence[memoryview]:
+    def into(self, at: int, answer: Frame) -> Sequence[memoryview] | None:
         """Return where the body of an answer belongs; or that body itself, to be read there.
 
         Args:
             at: Place of the request among the plan's.
-            lengths: Of the segments that come. Others than expected are thrown away.
-            lent: The body, if it is lent.
+            answer: What comes. A body of other segments than expected is thrown away.
         """
-        request = self.plan.requests[at]
-        if lengths != request.lengths:
-            return _thrown_away(lengths)
+        request, lent = self.plan.requests[at], answer.borrowed
+        if answer.lengths != request.lengths:
+            return None
         if self.kept:
             self.kept.pop(at, None)  # of an answer that was asked for again
         if lent is not None and self._windows is not None and lent.may_keep:
@@ -448,14 +445,8 @@ class Landing:
         return leased
 
 
-def _thrown_away(lengths: tuple[int, ...]) -> list[memoryview]:
-    """Return where a body that is not what was asked for goes."""
-    return [to_bytes_view(np.empty(sum(lengths), np.uint8))]
-
-
 def into_targets(
-    expected: tuple[int, ...], targets: Sequence[memoryview], _: object, lengths: tuple[int, ...],
-    lent: object,
-) -> Sequence[memoryview]:  # fmt: skip
-    """Return where a body of the expected lengths belongs; others are thrown away."""
-    return targets if lengths == expected else _thrown_away(lengths)
+    expected: tuple[int, ...], targets: Sequence[memoryview], answer: Frame
+) -> Sequence[memoryview] | None:
+    """Return where a body of the expected lengths belongs; None: others are thrown away."""
+    return targets if answer.lengths == expected else None

@@ -57,12 +57,13 @@ from psync.wire.frames import (
     SENT,
     SMALL_BODY_BYTES,
     VERSION,
-    Borrowed,
     Buffer,
     Frame,
     FrameDecoder,
     Kind,
     Segment,
+    Sink,
+    check_sizes,
     encode_head,
     flat,
     with_lengths,
@@ -97,10 +98,6 @@ M = TypeVar("M", bound=Message)
 
 Tap = Callable[[int, int, bytes, int], None]
 """Shown each message: its kind, request id, header, and the bytes of its body."""
-
-Into = Callable[[Message, tuple[int, ...], "Borrowed | None"], Sequence[memoryview]]
-"""Returns memory for a reply's body, given its message and the lengths of its segments; or that
-body itself, kept where it is, if it is lent."""
 
 Then = Callable[[Frame | Exception], None] | asyncio.Future[Frame]
 """Gets the reply (a frame, with ``message`` and ``segments``), or the reason why there is none."""
@@ -345,8 +342,8 @@ class Connection(asyncio.BufferedProtocol):
         self._plain_bytes = min(LENT_ABOVE_BYTES, limits.segment_bytes, limits.body_bytes)
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(HANDSHAKE_LIMITS, self._sink, Request)
-        # Where the next bytes belong is the decoder's to say, and asked for each read.
-        self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
+        # Asked for at each read: where the next bytes belong, which the decoder knows before.
+        self.get_buffer = functools.partial(getattr, self._decoder, "room")  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
         self._deadline: asyncio.TimerHandle  # of the handshake; from connection_made on
         self._closing = False  # nothing is sent or handed over any more
@@ -354,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
         # Our requests.
         # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is
         # sent.
-        self._calls: dict[int, tuple[Then, Into | None, list[Buffer]]] = {}
+        self._calls: dict[int, tuple[Then, Sink | None, list[Buffer]]] = {}
         self._next_id = 1
         self._pongs: deque[asyncio.Future[None]] = deque()
         # Theirs.
@@ -393,7 +390,7 @@ class Connection(asyncio.BufferedProtocol):
         message: Message,
         segments: Sequence[Segment] = (),
         *,
-        into: Into | None = None,
+        into: Sink | None = None,
         deadline: float | None = None,
         copied: bool = False,
     ) -> Frame:
@@ -404,7 +401,8 @@ class Connection(asyncio.BufferedProtocol):
             segments: Its body. Above 64 KiB it is not copied, and must not change before the
                 reply; if there is none, because of a cancellation or a deadline, before the
                 connection is closed, or what was lent of it is given back.
-            into: Says where the reply's body belongs. The reply's ``segments`` are then empty.
+            into: Says where the reply's body belongs, given the reply, with its ``message``. The
+                reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
             copied: Whether the body is copied, also where the peer could read it as it is.
 
@@ -439,7 +437,7 @@ class Connection(asyncio.BufferedProtocol):
         message: Message,
         segments: Sequence[Segment],
         then: Then,
-        into: Into | None = None,
+        into: Sink | None = None,
         *,
         copied: bool = False,
     ) -> int:
@@ -609,7 +607,7 @@ class Connection(asyncio.BufferedProtocol):
     def _sink(self, frame: Frame) -> Sequence[memoryview] | None:
         kind, call = frame.kind, None
         if kind == _REPLY:
-            call = self._calls.get(frame.request_id)
+            call, frame.token = self._calls.get(frame.request_id), frame.request_id
             if call is None:  # we gave up
                 return None
         elif kind != _REQUEST and kind != _NOTIFY:
@@ -618,33 +616,33 @@ class Connection(asyncio.BufferedProtocol):
             frame.message = header_decoder()(frame.header)
         except Exception as exc:
             raise undecodable(frame.header, exc) from exc
-        if call is None:
+        place: Any
+        if call is not None:
+            place = call[1]
+        else:
             assert isinstance(frame, Request)
             frame.peer = self
             handler = self._handlers.get(type(frame.message))
             if handler is None:
                 raise self._unserved(frame.message)
-            prepare = handler.prepare
-            if prepare is not None:
-                try:
-                    views = frame.segments = prepare(frame)
-                    if sum(map(len, views)) != frame.nbytes:
-                        raise _misfit(views, frame)
-                    return views
-                except Exception as exc:
-                    frame.token = exc
-                    return None
-        elif call[1] is not None:
-            frame.token = frame.request_id
+            place = handler.prepare
+        if place is not None:
             try:
-                views = call[1](frame.message, frame.lengths, frame.borrowed)
-                if sum(map(len, views)) != frame.nbytes:
-                    raise _misfit(views, frame)
-                return views
+                views: Sequence[memoryview] | None = place(frame)
+                if views is not None and (given := sum(map(len, views))) != frame.nbytes:
+                    raise LocalProtocolError(
+                        f"{given} bytes of memory were given for a body of {frame.nbytes}"
+                    )
             except Exception as exc:
-                del self._calls[frame.request_id]
-                _tell(call[0], exc)
+                if call is None:
+                    frame.token = exc  # the answer, once all of it has come
+                else:
+                    del self._calls[frame.request_id]
+                    _tell(call[0], exc)
                 return None
+            if call is None:
+                frame.segments = views or ()
+            return views
         segments: list[memoryview] = []
         frame.segments = segments
         # Small bodies share one buffer; large segments get recycled ones of their own.
@@ -718,37 +716,32 @@ class Connection(asyncio.BufferedProtocol):
             LocalProtocolError: It is larger than the limits allow.
         """
         loan: Loan | None = None
-        sharing, body, nbytes = self.sharing, _NONE, 0
+        sharing, limits, lengths, body = self.sharing, self._limits, _NONE, _NONE
+        count = nbytes = 0
         try:
             try:
                 header = b"" if message is None else to_header(message)
             except UNENCODABLE:
                 header = encode(cast(Message, message))  # says so
+            size = len(header)
             if type(segments) is Joined:
                 lengths, body = segments.lengths, [*filter(len, segments)]
             elif segments:
                 lengths, body = flat(segments)
-            else:
-                lengths = _NONE
-            count, size, limits = len(lengths), len(header), self._limits
-            if count:
-                nbytes = sum(lengths)
+            if lengths:
+                count, nbytes = len(lengths), sum(lengths)
             if nbytes > self._plain_bytes or size > limits.header_bytes or count > limits.segments:
+                check_sizes(LocalProtocolError, limits, size, count, nbytes, lengths)
                 if nbytes > LENT_ABOVE_BYTES and sharing is not None:
                     loan = sharing.lend(body, nbytes, copied=copied)
-                extents = () if loan is None else loan.extents
-                head = encode_head(kind, request_id, header, lengths, extents, limits)
-            elif count:  # as ``encode_head``
-                pack = with_lengths(PREFIX_FORMAT, count).pack
-                head = pack(MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths)
-                head += header
-            else:
-                head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, size, 0, 0) + header
         except LocalProtocolError as exc:
-            if loan is not None and sharing is not None:
-                sharing.withdrawn(loan)
             exc.add_note(f"while sending {type(message).__name__} to {self.handshake.peer_task}")
             raise
+        if loan is not None:
+            head = encode_head(kind, request_id, header, lengths, loan.extents)
+        else:  # the same, and each call of a function would be one more for each message
+            pack = with_lengths(PREFIX_FORMAT, count).pack
+            head = pack(MAGIC, VERSION, kind, 0, request_id, size, count, nbytes, *lengths) + header
         if self.tap is not None:
             table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
             self.tap(kind | SENT, request_id, header, table + nbytes)
@@ -985,8 +978,3 @@ def _tell(then: Then, outcome: Frame | Exception) -> None:
         fail(then, outcome)
     elif not then.done():
         then.set_result(outcome)
-
-
-def _misfit(views: Sequence[memoryview], frame: Frame) -> LocalProtocolError:
-    given = sum(map(len, views))
-    return LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")

@@ -291,7 +291,7 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         words = b""
         if self._accepts:  # to be understood, not encrypted
             refused = Refused("tls", "it uses TLS, but this task does not")
-            words = encode_head(Kind.REFUSED, 0, encode(refused), (), ())
+            words = encode_head(Kind.REFUSED, 0, encode(refused))
         self._fail(error, words)
 
     def _fail(self, error: PsyncError, words: bytes = b"") -> None:

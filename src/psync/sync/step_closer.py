@@ -841,7 +841,7 @@ class AllPs:
             else:
                 done(outcome)
 
-        call = link.ask(Call(link, build=build), answered)
+        call = link.ask(Call(link, build=build, then=answered))
         if group is None and link.index in self.following:
             self.following[link.index] = call
 

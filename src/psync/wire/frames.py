@@ -32,13 +32,12 @@ import numpy as np
 
 from psync.errors import (
     FrameTooLarge,
-    LocalProtocolError,
     ProtocolError,
     RemoteProtocolError,
     VersionMismatch,
 )
 from psync.wire.codec import Message
-from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
+from psync.wire.limits import HANDSHAKE_LIMITS, Limits
 
 MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
@@ -216,9 +215,8 @@ def encode_head(
     kind: int,
     request_id: int,
     header: bytes,
-    lengths: Sequence[int],
-    extents: Sequence[Extent],
-    limits: Limits = DEFAULT_LIMITS,
+    lengths: Sequence[int] = (),
+    extents: Sequence[Extent] = (),
 ) -> bytes:
     """Return what is before the segments of a frame; with extents, all of it.
 
@@ -228,33 +226,19 @@ def encode_head(
         header: An encoded message.
         lengths: Of the segments.
         extents: Where they lie, if they are lent.
-        limits: What the peer accepts.
-
-    Raises:
-        LocalProtocolError: If it is more than ``limits`` allow.
     """
-    header_len, count, body_len = len(header), len(lengths), sum(lengths)
-    if (
-        header_len > limits.header_bytes
-        or count > limits.segments
-        or body_len > limits.body_bytes
-        or body_len > limits.segment_bytes
-    ):
-        _check_sizes(LocalProtocolError, limits, header_len, count, body_len, lengths)
+    count = len(lengths)
     head = with_lengths(PREFIX_FORMAT, count).pack(
-        MAGIC, VERSION, kind, len(extents), request_id, header_len, count, body_len, *lengths
+        MAGIC, VERSION, kind, len(extents), request_id, len(header), count, sum(lengths), *lengths
     )
-    if extents:
-        head += b"".join([EXTENT.pack(*extent) for extent in extents])
-    return head + header
+    return head + b"".join([EXTENT.pack(*extent) for extent in extents]) + header
 
 
 class FrameDecoder:
     """Turns bytes into frames. Not to be used any more once it has raised.
 
-    Use: ``get_buffer`` → fill it → ``received(n)`` → a frame or None; after a frame,
-    ``next_frame()`` until it returns None. While a body that is lent is ``copying``,
-    ``received(0)`` copies more of it.
+    Use: fill ``room`` → ``received(n)`` → a frame or None; after a frame, ``next_frame()`` until it
+    returns None. While a body that is lent is ``copying``, ``received(0)`` copies more of it.
 
     Args:
         limits: May be replaced between frames, when the peer has proved itself.
@@ -262,6 +246,7 @@ class FrameDecoder:
         make: Makes frames.
 
     Attributes:
+        room: Memory for the next bytes of the stream, however many; never empty.
         start: First unread byte of the scratch buffer.
         end: Behind its last received byte.
         copying: Copies a body that is lent, piece by piece; None: nothing is being copied.
@@ -276,26 +261,13 @@ class FrameDecoder:
         self._sink = sink
         self._make = make
         # Not zeroed: memory that small frames never reach is never taken from the system.
-        self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
+        self.room = self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
         self._frame: Frame | None = None  # whose body is being received, else None
         self._targets: deque[memoryview] = deque()  # where the rest of the body goes
         self._discard = 0  # bytes of a body still to be thrown away
 
-    def get_buffer(self, sizehint: int = -1) -> memoryview:
-        """Return memory for the next bytes of the stream, however many; never empty."""
-        if self._targets:
-            return self._targets[0]
-        if self._discard:
-            return self._scratch[: self._discard]
-        if self.start == self.end:
-            self.start = self.end = 0
-            return self._scratch
-        if self.end == len(self._scratch):
-            self._compact(0)
-        return self._scratch[self.end :]
-
     def received(self, nbytes: int) -> Frame | None:
-        """Account for ``nbytes`` put into the last ``get_buffer()``; return a complete frame.
+        """Account for ``nbytes`` put into ``room``; return a complete frame.
 
         Raises:
             RemoteProtocolError: If the bytes are not a frame, or declare more than the
@@ -306,8 +278,8 @@ class FrameDecoder:
         # A prefix and a header, from scratch.
         start, scratch, limits = self.start, self._scratch, self.limits
         end = self.end = self.end + nbytes
-        there = end - start
-        if there < PREFIX_BYTES:
+        if end - start < PREFIX_BYTES:
+            self._wait_for(PREFIX_BYTES)
             return None
         magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
             scratch, start
@@ -325,67 +297,93 @@ class FrameDecoder:
             or body_len > limits.body_bytes
             or body_len > limits.segment_bytes
         ):
-            _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
+            check_sizes(FrameTooLarge, limits, header_len, count, body_len)
         head = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
         body = head + header_len
         if end < body:
-            if body > len(scratch):
-                self._compact(body - start)
+            self._wait_for(body - start)
             return None
         frame = self._make()
         frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
         frame.header = bytes(scratch[head:body])
         self.start = body
-        if not (count or body_len):
-            return frame
-        lengths = with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
-        frame.lengths = lengths
-        if body_len > limits.segment_bytes:
-            _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
-        if sum(lengths) != body_len:
-            raise RemoteProtocolError(
-                f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
-            )
-        if extents:
-            named = scratch[head - EXTENT_BYTES * extents : head]
-            return self._begin_lent(frame, list(EXTENT.iter_unpack(named)))
-        targets = self._sink(frame)
-        if end - body > body_len:
-            end = body + body_len
-        self.start = end
-        if targets is None:
-            self._discard = body + body_len - end
-        else:
-            at = body
-            for target in targets:
-                stop = at + len(target)
-                if stop <= end:
-                    target[:] = scratch[at:stop]
-                else:
-                    there = max(0, end - at)
-                    target[:there] = scratch[at : at + there]
-                    self._targets.append(target[there:])
-                at = stop
-        if self._targets or self._discard:
-            self._frame = frame
-            return None
+        if count or body_len:
+            lengths = with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
+            frame.lengths = lengths
+            if body_len > limits.segment_bytes:
+                check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
+            if sum(lengths) != body_len:
+                raise RemoteProtocolError(
+                    f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
+                )
+            if extents:
+                named = scratch[head - EXTENT_BYTES * extents : head]
+                return self._begin_lent(frame, list(EXTENT.iter_unpack(named)))
+            targets = self._sink(frame)
+            if end - body > body_len:
+                end = body + body_len
+            self.start = end
+            if targets is None:
+                self._discard = body + body_len - end
+            else:
+                at = body
+                for target in targets:
+                    stop = at + len(target)
+                    if stop <= end:
+                        target[:] = scratch[at:stop]
+                    else:
+                        there = max(0, end - at)
+                        target[:there] = scratch[at : at + there]
+                        self._targets.append(target[there:])
+                    at = stop
+            if self._targets or self._discard:
+                self._frame = frame
+                self._wait_for_body()
+                return None
+        if self.start == self.end:
+            self.start = self.end = 0
+            self.room = scratch
         return frame
 
     def _received_body(self, nbytes: int) -> Frame | None:
         targets = self._targets
+        if self.copying is not None:
+            self.end += nbytes
+            self._wait_for(self.end - self.start + 1)
+            return self._copy_more()
         if targets:
             while targets and nbytes >= len(targets[0]):
                 nbytes -= len(targets.popleft())
             if nbytes:
                 targets[0] = targets[0][nbytes:]
-        elif self._discard:
-            self._discard -= nbytes
         else:
-            self.end += nbytes
-            return self._copy_more()
+            self._discard -= nbytes
         if targets or self._discard:
+            self._wait_for_body()
             return None
+        return self._complete()
+
+    def _wait_for(self, need: int) -> None:
+        """Let the scratch buffer have room for so many bytes from the first unread one on."""
+        if self.start + need > len(self._scratch):
+            unread = bytes(self._scratch[self.start : self.end])
+            if need > len(self._scratch):
+                self._scratch = np.empty(need, np.uint8).data
+            self._scratch[: len(unread)] = unread
+            self.start, self.end = 0, len(unread)
+        self.room = self._scratch[self.end :]
+
+    def _wait_for_body(self) -> None:
+        """Let the next bytes go where the rest of a body belongs."""
+        self.start = self.end = 0
+        self.room = self._targets[0] if self._targets else self._scratch[: self._discard]
+
+    def _complete(self) -> Frame | None:
+        """Return the frame whose body is complete."""
         frame, self._frame = self._frame, None
+        if self.start == self.end:
+            self.start = self.end = 0
+            self.room = self._scratch
         return frame
 
     def next_frame(self) -> Frame | None:
@@ -408,6 +406,7 @@ class FrameDecoder:
         if self._targets:
             self._discard = sum(map(len, self._targets))
             self._targets.clear()
+            self._wait_for_body()
 
     @property
     def receiving(self) -> bool:
@@ -421,11 +420,11 @@ class FrameDecoder:
         assert self.borrow is not None, "the prefix was checked"
         frame.borrowed = borrowed = self.borrow(extents)
         targets = self._sink(frame)
-        if borrowed.is_kept:
-            return frame
         self._frame = frame
+        if borrowed.is_kept:
+            return self._complete()
         self.copying = iter(()) if targets is None else copies(targets, borrowed.views)
-        return self._copy_more()
+        return self._received_body(0)
 
     def _copy_more(self) -> Frame | None:
         """Copy a part of a body that is lent; return its frame with the last one."""
@@ -433,19 +432,11 @@ class FrameDecoder:
         if next(self.copying, None) is not None:
             return None
         self.copying = None
-        frame, self._frame = self._frame, None
+        frame = self._complete()
         assert frame is not None, "its body was copied"
         assert frame.borrowed is not None, "which is lent"
         frame.borrowed.give_back()
         return frame
-
-    def _compact(self, need: int) -> None:
-        """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""
-        unread = bytes(self._scratch[self.start : self.end])
-        if need > len(self._scratch):
-            self._scratch = np.empty(need, np.uint8).data
-        self._scratch[: len(unread)] = unread
-        self.start, self.end = 0, len(unread)
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
@@ -464,7 +455,7 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
     return RemoteProtocolError(f"unknown frame of kind {kind} with flags {flags:#06x}")
 
 
-def _check_sizes(
+def check_sizes(
     error: type[ProtocolError],
     limits: Limits,
     header_len: int,
@@ -472,6 +463,16 @@ def _check_sizes(
     body_len: int,
     lengths: Sequence[int] = (),
 ) -> None:
+    """Raise ``error`` if a frame is larger than the limits allow.
+
+    Args:
+        error: Says that it is.
+        limits: The limits.
+        header_len: Bytes of the header.
+        count: Number of segments.
+        body_len: Bytes of all segments.
+        lengths: Bytes of each segment, if they are known yet.
+    """
     for size, what, name in (
         (header_len, "header of {} bytes", "header_bytes"),
         (count, "{} segments", "segments"),

@@ -192,7 +192,7 @@ class Handshake:
         """Go on, given what the other side has said."""
 
     def _say(self, message: Message) -> None:
-        self._out.append(encode_head(message.code, 0, encode(message), (), ()))
+        self._out.append(encode_head(message.code, 0, encode(message)))
 
 
 class ClientHandshake(Handshake):

@@ -32,11 +32,10 @@ class SteppedUpdate(PlanUpdate):
         """Make all calls at once; or one by one, if it is armed what happens between them."""
         if not self.failpoints.armed(BETWEEN_PS) or len(self.calls) == 1:
             return super().send()
-        self._ask(_begun(self).calls[0], 0)
+        for at, call in enumerate(_begun(self).calls):
+            call.then = partial(self._stepped, at)
+        self.calls[0].link.ask(self.calls[0])
         return self
-
-    def _ask(self, call: Call, at: int) -> None:
-        call.link.ask(call, partial(self._stepped, at))
 
     def _stepped(self, at: int, outcome: Frame | Exception) -> None:
         """One of them has ended: then the next one is made."""
@@ -51,7 +50,7 @@ class SteppedUpdate(PlanUpdate):
         except Exception as exc:
             self._stepped(following, exc)
         else:
-            self._ask(self.calls[following], following)
+            self.calls[following].link.ask(self.calls[following])
 
 
 class SteppedParts(PartAnswers):
@@ -78,7 +77,7 @@ class SteppedParts(PartAnswers):
             call.answers, call.at = self, at
         first.link.ask(first)
         # On the same connection: what is about no part changes nothing.
-        first.link.ask(Call(first.link, KeepPart(0, 0), lane=first.lane), arrived)
+        first.link.ask(Call(first.link, KeepPart(0, 0), lane=first.lane, then=arrived))
         return self
 
 
