@@ -91,7 +91,7 @@ class PsPulls:
         if message.rows is not None:
             self._pull_rows(request, self._wanted(known, message.rows, request.segments))
             return
-        if known.compression is not None and known.slot:
+        if known.compression is not None and known.says.slot:
             raise RemoteProtocolError(f"{self.task}: slots are not pulled compressed")
         if known.store is not self.store:
             known.look_up(self.store)
@@ -107,7 +107,7 @@ class PsPulls:
         if known.compression is not None:
             return None
         try:
-            if known.slot:
+            if known.says.slot:
                 values: Any = list(map(self._reader(known), known.keys))
             else:
                 values = Joined(self.store.read_together(known.plan))
@@ -119,9 +119,9 @@ class PsPulls:
 
     def _reader(self, known: ShardSet) -> Callable[[Key], list[memoryview]]:
         store = self.store
-        if not known.slot:
+        if not known.says.slot:
             return store.read
-        return lambda key: store.read_slot(key, known.optimizer, known.slot)
+        return lambda key: store.read_slot(key, known.optimizer, known.says.slot)
 
     async def _pull_slowly(self, request: Request[Any], known: ShardSet) -> None:
         """Read shard by shard: under steady updates never all of them are idle at once."""

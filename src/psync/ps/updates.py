@@ -143,7 +143,6 @@ class PsUpdate(msgspec.Struct, eq=False):
     client: Client
     message: Update
     known: ShardSet  # its plan
-    is_push: bool
     wanted: ShardSet | None  # whose values its answer brings
     body: Body  # of averages nothing
     store: ShardStore
@@ -179,7 +178,7 @@ class PsUpdate(msgspec.Struct, eq=False):
                 ]
             elif type(self.operands) is Adjacent and factors is None:
                 self.runs = known.runs
-        if self.is_push:
+        if self.known.is_push:
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
                 self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
@@ -203,9 +202,9 @@ class PsUpdate(msgspec.Struct, eq=False):
     def whole(self) -> None:
         """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
         message, known, done = self.message, self.known, 0
-        if known.raised is not None:
-            self.store.check_idle((known.raised,))
-        if self.is_push and message.rows is None and message.factors is None:
+        if known.says.raised is not None:
+            self.store.check_idle((known.says.raised,))
+        if self.known.is_push and message.rows is None and message.factors is None:
             self.store.apply_at_once(known.optimizer, known.plan, self.operands, self.step)  # type: ignore[arg-type]
             done = len(self.runs or known.keys)
         else:
@@ -217,8 +216,8 @@ class PsUpdate(msgspec.Struct, eq=False):
     def work(self, position: int) -> Work:
         """Begin on one shard, or run of shards."""
         known, store = self.known, self.store
-        if known.raised is not None and position == len(self.runs or known.keys):
-            return store.assign_checked(known.raised, "add", cast(np.ndarray, known.one))
+        if known.says.raised is not None and position == len(self.runs or known.keys):
+            return store.assign_checked(known.says.raised, "add", cast(np.ndarray, known.one))
         if self.runs:
             run = self.runs[position]
             if run.stop - run.start > 1:
@@ -232,15 +231,15 @@ class PsUpdate(msgspec.Struct, eq=False):
             return store.average(key, known.followed[position], cast(Sequence[float], factors)[0])
         operand = self.operands[position]
         if isinstance(operand, RowValues):
-            if self.is_push:
+            if self.known.is_push:
                 return store.apply_rows(known.optimizer, key, *operand, self.step)
-            return store.scatter(key, known.op, *operand)
-        if known.slot:
-            return store.load_slot(key, known.optimizer, known.slot, operand)
-        if self.is_push:
+            return store.scatter(key, known.says.op, *operand)
+        if known.says.slot:
+            return store.load_slot(key, known.optimizer, known.says.slot, operand)
+        if self.known.is_push:
             ratio = None if factors is None else factors[position]
             return store.apply_checked(known.optimizer, key, operand, self.step, ratio)
-        return store.assign_checked(key, cast(AssignOp, known.op), operand)
+        return store.assign_checked(key, cast(AssignOp, known.says.op), operand)
 
 
 def copied_by(message: CreateShards) -> list[Key]:
@@ -472,14 +471,14 @@ class PsUpdates:
         return memory_for(self.pool, nbytes)
 
     def _look_up(self, known: ShardSet) -> ShardSet:
-        if known.variable_set:
+        if known.says.variable_set:
             self.sync.define(known)
         return known.look_up(self.store)
 
     def _refused(self, request: Request[Any], known: ShardSet | None, error: Exception) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
         # It comes again; or the ledger does not know it.
-        if isinstance(error, PlanForgotten) or (known is not None and known.variable_set):
+        if isinstance(error, PlanForgotten) or (known is not None and known.says.variable_set):
             return
         self.ledger.refuse(request.peer.client, request.message.sequence)
         self.gate.wake()
@@ -507,7 +506,7 @@ class PsUpdates:
             request.token, request.nbytes = known, 0  # it only waits; the part is in the budget
             self.sync.took(request, self.sync.part(known, client, message, body))
             return
-        update = PsUpdate(request, client, message, known, known.is_push, known.wanted, body, store)
+        update = PsUpdate(request, client, message, known, known.wanted, body, store)
         self._admit(update)
 
     def _replay(self, request: Request[Update]) -> None:
@@ -515,11 +514,11 @@ class PsUpdates:
         known = self.plans.plan(request.peer.client, request.message.plan)
         if known.store is not self.store:
             self._look_up(known)
-        if known.variable_set:
+        if known.says.variable_set:
             self.sync.replay(request, known)
             return
         client, message, body = request.peer.client, request.message, request.segments
-        update = PsUpdate(request, client, message, known, known.is_push, None, body, self.store)
+        update = PsUpdate(request, client, message, known, None, body, self.store)
         self._submit(update)
 
     # Admission: nothing is noted of an update that waits, which has not begun.
@@ -608,7 +607,7 @@ class PsUpdates:
             self.ledger.refuse(update.client, message.sequence)
             self.gate.wake()
             raise
-        if update.is_push:
+        if update.known.is_push:
             counted, elsewhere = self.store.optimizers[known.optimizer].count.answer()
             answer = Pushed("accepted", counted, None, elsewhere)
             if message.place == HOME and len(update.others) < self.num_others:
@@ -620,7 +619,7 @@ class PsUpdates:
             self.assigns += 1
         self.ledger.record(ticket, answer)
         at_once = update.whole
-        if update.runs and known.raised is None:
+        if update.runs and known.says.raised is None:
             at_once = partial(
                 update.store.apply_at_once, known.optimizer, known.plan,
                 update.operands,  # type: ignore[arg-type]  # there are runs, so none of rows
@@ -635,7 +634,7 @@ class PsUpdates:
         """All shards have it, and nobody was told yet."""
         if self.gate.cut:
             self.gate.wake()
-        if self.store.failures and update.is_push:
+        if self.store.failures and update.known.is_push:
             failed = self.store.take_failure(update.known.optimizer, update.step)
             if failed is not None:
                 ticket.failure = encode(failure_of(failed))

@@ -206,7 +206,7 @@ class PsSync:
 
     def define(self, known: ShardSet) -> None:
         """Make the group of a plan known."""
-        known.group = self.known(known.optimizer, known.config).config
+        known.group = self.known(known.optimizer, known.says.config).config
 
     def part(self, known: ShardSet, client: Client, message: Update, body: Body) -> Part:
         """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""

@@ -434,12 +434,12 @@ class StepCloser(PsSync):
             self.staging.stage(part)
         else:
             self.staging.give_back(part.key)
-        here.spread = here.spread or known.spread
+        here.spread = here.spread or known.says.spread
         if known.others and here.elsewhere == NOWHERE:
             here.elsewhere = self.steps.present(group)
         closure = message.closure if message.closure >= 0 else None
         contribution = Contribution(
-            replica, push, message.acked_below, closure, message.ordinal, known.variable_set,
+            replica, push, message.acked_below, closure, message.ordinal, known.says.variable_set,
             message.local_step, message.weight, known.others,
         )  # fmt: skip
         self._perform(self.steps.contribute(group, contribution))
