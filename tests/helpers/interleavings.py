@@ -220,7 +220,7 @@ class World:
         for fence in state.fenced:
             ledger.fence(*fence)
         executor = Executor(task, STORE, WORK, CommitLog(task, 0))
-        given: Any = PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE, True
+        given: Any = task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE, PLATFORM, True
         sync: Any = PsSync(*given) if number else StepCloser(*given, ATTACH, CLOCKS, 0, is_hosted)
         sync.groups[GROUP] = KnownGroup(self.cluster, state)
         if state.step is not None:

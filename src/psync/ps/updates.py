@@ -39,17 +39,16 @@ import numpy as np
 from psync.cluster import parse_task_name
 from psync.errors import PlanForgotten, RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.connection import Connection, Handler, Request
-from psync.numerics.memory import ABOVE_BYTES, BlockPool
+from psync.numerics.memory import ABOVE_BYTES
 from psync.numerics.rules import Sums
-from psync.ps.admission import Claim, PsLocks, UpdateGate
+from psync.ps.admission import Claim, UpdateGate
 from psync.ps.computes import Compute
-from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor
+from psync.ps.cooperative_work import INLINE_BYTES
+from psync.ps.executor import Service
 from psync.ps.plans import (
     NO_BYTES,
     NO_PLANS,
     Body,
-    Plans,
     ShardSet,
     body_in_place,
     memory_for,
@@ -58,7 +57,7 @@ from psync.ps.plans import (
 from psync.ps.pulls import PsPulls
 from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import Client, Ledger, Ticket
+from psync.store.ledger import Client, Ticket
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
@@ -252,20 +251,12 @@ def nothing_is_left() -> None:
 
 
 @dataclass(eq=False)
-class PsUpdates:
+class PsUpdates(Service):
     """The pushes and assigns of one ps under one coordinator.
 
     Args:
-        task: Name of the ps.
-        store: Its shards.
-        ledger: Knows which updates were seen.
-        work: What takes long.
-        pool: Memory for what comes in.
-        locks: Who must wait.
-        executor: In whose order all is done.
         gate: Who must wait while a cut is taken.
         pulls: Reads what an answer brings.
-        plans: Of all clients.
         sync: Takes those of synchronous pushes.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         counted: Told when pushes were counted here of which some other ps has no part.
@@ -274,16 +265,8 @@ class PsUpdates:
         staleness: Of asynchronous pushes.
     """
 
-    task: str
-    store: ShardStore
-    ledger: Ledger
-    work: LongWork
-    pool: BlockPool
-    locks: PsLocks
-    executor: Executor
     gate: UpdateGate
     pulls: PsPulls
-    plans: Plans
     sync: Parts
     check_coordinator: Callable[[Connection], None]
     counted: Callable[[], None] = lambda: None
