@@ -187,7 +187,7 @@ class PsTask:
     def _facts(self) -> dict[str, Any]:
         """Return what a trace has to know: the variables of plans, by their numbers."""
         plans = [plan for of in self.services.plans.of.values() for plan in of.values()]
-        return {"plans": {str(plan.number): [key[0] for key in plan.keys] for plan in plans}}
+        return {"plans": {str(plan.says.plan): [key[0] for key in plan.keys] for plan in plans}}
 
     def _counters(self) -> dict[str, float]:
         executor = self.services.executor

@@ -22,6 +22,7 @@ from psync.client.counters import PulledSteps
 from psync.net.connection import AsIfFrom, OwnRequest
 from psync.net.platform import Parts
 from psync.ps.executor import Executor
+from psync.ps.plans import ShardSet
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.sync import step, step_closer
@@ -221,7 +222,7 @@ class World:
         for fence in state.fenced:
             ledger.fence(*fence)
         executor = Executor(task, STORE, WORK, CommitLog(task, 0))
-        given: Any = PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE, True
+        given: Any = task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE, PLATFORM, True
         sync: Any = PsSync(*given) if number else StepCloser(*given, ATTACH, CLOCKS, 0, is_hosted)
         sync.groups[GROUP] = KnownGroup(self.cluster, state)
         if state.step is not None:
@@ -684,8 +685,5 @@ CLOCKS: Any = SimpleNamespace(heeds_groups=False)
 LOCKS: Any = SimpleNamespace(num_exclusive=0, begin=_nothing, end=_nothing)
 ATTACH: Any = SimpleNamespace(coordinator=1, ps_addresses=BOTH)
 SETS = [
-    SimpleNamespace(
-        optimizer=GROUP, keys=(), wanted=None, spread=False, variable_set=b"w", others=others
-    )
-    for others in ([], [1])
+    ShardSet(m.DefinePlan(0, [], GROUP, variable_set=b"w", others=others)) for others in ([], [1])
 ]

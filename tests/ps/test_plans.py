@@ -110,9 +110,9 @@ def test_after_a_rollback_plans_hold_nothing_of_the_store_before() -> None:
 def test_a_plan_of_synchronous_pushes_reads_nothing_before_its_group_is_known() -> None:
     plan = numbered(DefinePlan(0, [W], 1, {"a": 1}, variable_set=b"set"))
     with pytest.raises(RemoteProtocolError, match=f"plan {plan.plan} is of synchronous pushes"):
-        ShardSet.defined(plan, b"").look_up(store_of(2))
+        ShardSet(plan).look_up(store_of(2))
 
 
 def test_averages_follow_a_variable_each() -> None:
     with pytest.raises(RemoteProtocolError, match="1 variables for 2 averages"):
-        ShardSet.defined(DefinePlan(1, [W, V], follows=[3]), b"")
+        ShardSet(DefinePlan(1, [W, V], follows=[3]))

@@ -24,7 +24,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.memory import BLOCK_BYTES, BLOCK_ELEMENTS, ArenaArray, Scratch
+from psync.numerics.memory import BLOCK_BYTES, BLOCK_ELEMENTS, Scratch
 from psync.numerics.rows import SCATTER_OPS, combine
 from psync.numerics.rules import ACCUMULATOR, SGD, Adam, Lamb, RuleOptions, Sums, UpdateRule
 from psync.numerics.sums import sum_of_squares
@@ -207,7 +207,7 @@ def adopted(store: ShardStore) -> ShardStore:
         max_size=25,
     )
 )
-@example(  # slots that lie in two places come together when none of their shards is busy
+@example(  # slots of shards that are updated together at last, and one of which is busy before
     [
         ("together", [(0, 0), (1, 0)], 1, 1),
         ("together", [(2, 0), (4, 0)], 1, 2),
@@ -365,21 +365,18 @@ def test_an_arena_is_copied_only_while_somebody_else_reads() -> None:
     assert b"".join(held) == before
 
 
-def test_slots_of_shards_that_are_pushed_apart_are_laid_out_with_no_others() -> None:
-    store = store_of((4,), "float32", Adam(0.5))
-    for number in range(1, 6):
-        store.create(spec_of((4,), number=number))
-
-    def arenas(*numbers: int) -> int:
-        keys = [(number, 0) for number in numbers]
-        store.apply_at_once(0, Plan(keys), [np.ones(4, np.float32)] * len(keys), 0)
-        slots = [each.slots[0, "m"] for each in store.shards().values() if each.slots]
-        return len({each.arena for each in slots if isinstance(each, ArenaArray)})
-
-    assert [arenas(0), arenas(1), arenas(2, 3), arenas(3, 4)] == [1, 2, 3, 1]
-    layout = store.layout
-    assert (arenas(2, 3), store.layout) == (1, layout)
-    assert arenas(4, 5) == 1
+def test_slots_lie_as_values_do_but_for_those_of_two_programs() -> None:
+    store = store_of((4,), "float32", Adam(0.5), Adam(0.5))
+    store.create(spec_of((4,), number=1))
+    other, grads = store.shards()[1, 0], [np.ones(4, np.float32)] * 2
+    store.apply_at_once(1, Plan([(1, 0)]), grads[:1], 0)
+    other.slots = {(0, name): slot for (_, name), slot in other.slots.items()}
+    store.apply_at_once(0, Plan([KEY]), grads[:1], 0)
+    held = store.read_slot((1, 0), 0, "m")
+    before = b"".join(held)
+    store.apply_at_once(0, Plan([KEY, (1, 0)]), grads, 1)
+    assert value(store).tobytes() == value(store, (1, 0)).tobytes()
+    assert b"".join(held) == before != b"".join(store.read_slot((1, 0), 0, "m"))
 
 
 @pytest.mark.promise("updates.at-most-once")

@@ -44,9 +44,10 @@ import functools
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -528,27 +529,18 @@ class Arena(Block):
     small arrays lie in one from the start, and those that are used together are read or replaced
     as one. What is replaced while somebody reads any of it is the arena as a whole.
 
+    What belongs to its arrays, as slots do, lies in other arenas, at the same places: so what lies
+    side by side here does there as well.
+
     Args:
         dtype: Of the elements.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_beside")
 
     def __init__(self, dtype: np.dtype) -> None:
         super().__init__(np.empty(0, np.uint8), dtype)
-
-    @classmethod
-    def of(cls, arrays: Sequence[BlockArray]) -> list[ArenaArray]:
-        """Return arrays with the contents of others of one dtype, in ordinary memory."""
-        arena = cls(arrays[0].dtype)
-        arena._replace(private(sum(array.nbytes for array in arrays)))
-        made, start = [], 0
-        for array in arrays:
-            arena.array[start : start + array.size] = array.block(0).array
-            made.append(ArenaArray(arena, start, array.size, array.fill))
-            made[-1]._is_used = True  # an array that is constant no more must not become so again
-            start += array.size
-        return made
+        self._beside: WeakValueDictionary[object, Arena] = WeakValueDictionary()
 
     @staticmethod
     def takes(size: int, dtype: np.dtype) -> bool:
@@ -558,11 +550,31 @@ class Arena(Block):
 
     def add(self, size: int, fill: float | np.ndarray, pool: BlockPool) -> ArenaArray:
         """Return a new array behind those that there are."""
-        old = self.array
-        made = ArenaArray(self, old.size, size, fill)
-        self._replace(pool.take(old.nbytes + made.nbytes))  # nobody will ask for that of before
-        self.array[: old.size] = old
-        self.array[old.size :] = fill
+        made = ArenaArray(self, self.array.size, size, fill)
+        # Nobody will ask for the memory of before.
+        self._grow(pool.take(self.array.nbytes + made.nbytes))
+        self.array[made.start :] = fill
+        return made
+
+    def beside(
+        self, array: ArenaArray, name: object, dtype: np.dtype, fill: float | np.ndarray
+    ) -> ArenaArray:
+        """Return a new array, in another arena, where ``array`` lies in this one.
+
+        Args:
+            array: Lies in this one.
+            name: Of the other arena, which lives as long as arrays in it. Its memory is ordinary.
+            dtype: Of the elements there.
+            fill: Value of all elements of the new array.
+        """
+        other = self._beside.get(name)
+        if other is None:
+            other = self._beside[name] = Arena(dtype)
+        if other.array.size < self.array.size:
+            other._grow(private(self.array.size * dtype.itemsize))
+        made = ArenaArray(other, array.start, array.size, fill)
+        _, target, _ = other.begin(made.start, made.start + made.size, _ORDINARY)
+        target[:] = fill
         return made
 
     def begin(self, start: int, stop: int, pool: BlockPool) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -574,7 +586,9 @@ class Arena(Block):
         old = self.array
         # As ``held``, in this frame.
         if is_replaced := sys.getrefcount(self._root) != _UNSEEN_BLOCK:
-            self._replace(pool.take(old.nbytes), pool)
+            root = pool.take(old.nbytes)
+            self.retire(pool)
+            self._root, self.array = root, root.view(old.dtype)
             if stop - start == old.size:
                 return old, self.array, True
             self.array[:] = old
@@ -583,10 +597,10 @@ class Arena(Block):
         part = self.array[start:stop]
         return part, part, is_replaced
 
-    def _replace(self, root: np.ndarray, pool: BlockPool | None = None) -> None:
-        if pool is not None:
-            self.retire(pool)
-        self._root, self.array = root, root.view(self.array.dtype)
+    def _grow(self, root: np.ndarray) -> None:
+        old = self.array
+        self._root, self.array = root, root.view(old.dtype)
+        self.array[: old.size] = old
 
 
 class _Window(Block):

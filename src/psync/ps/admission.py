@@ -45,6 +45,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from psync.errors import ClosedError, CutLost, LockLost, UsageError
 from psync.net.connection import Connection, Handler, Request
@@ -93,13 +94,45 @@ Holder = tuple[str, int, int]
 
 
 @dataclass(slots=True, eq=False)
+class _Lease:
+    """What a peer has until its connection is lost, or until it is silent for too long.
+
+    Args:
+        peer: That.
+        seconds: So long it may be silent.
+        lost: Called when the connection is lost.
+        expired: Called when it has been silent.
+    """
+
+    peer: Connection
+    seconds: float
+    lost: Callable[[Connection], None]
+    expired: Callable[[], None]
+    _timer: asyncio.TimerHandle | None = None  # once it has begun
+
+    def __post_init__(self) -> None:
+        self.peer.on_closed.append(self.lost)
+
+    def begin(self) -> None:
+        """Let it begin, again if it has."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self.seconds, self.expired)
+
+    def end(self) -> None:
+        """End it: nothing is called any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.peer.is_closed:  # it may outlive its owner
+            self.peer.on_closed.remove(self.lost)
+
+
+@dataclass(slots=True, eq=False)
 class _Lock:
     """One that is held or asked for."""
 
-    peer: Connection  # with whose connection it ends
     claim: Claim
-    lease_s: float
-    timer: asyncio.TimerHandle | None = None  # once it is held
+    lease: _Lease  # begins when it is held
 
 
 class PsLocks(Changing):
@@ -241,20 +274,23 @@ class PsLocks(Changing):
             )
         holder = (*peer.client, message.lock)
         if not message.members:
-            self._renew(holder)
+            known = self._locks.get(holder)
+            if known is None or not known.claim.held:
+                raise self._ended(message.lock)
+            known.lease.begin()
             request.answer(Done())
             return
         keys = [(variable, index) for variable, index in message.members]
         for key in keys:
             self._store.spec(key)  # raises for one that is not here
         self._drop(holder)  # asked for again: the connection of the first time has gone
-        lock = _Lock(peer, self.claim(keys, exclusive=True), message.lease_s)
-        self._locks[holder] = lock
+        lease = _Lease(
+            peer, message.lease_s, lambda _: self._drop(holder), partial(self._expire, holder)
+        )
+        lock = self._locks[holder] = _Lock(self.claim(keys, exclusive=True), lease)
         peer.holds += 1
-        peer.on_closed.append(self._connection_lost)
         if lock.claim.held:
-            self._start_lease(holder, lock)
-            request.answer(Done())
+            self._granted(request, lock)
         else:
             request.start(self._lock_later(request, holder, lock))
 
@@ -265,15 +301,12 @@ class PsLocks(Changing):
             if self._locks.get(holder) is lock:
                 self._drop(holder)
             raise
-        self._start_lease(holder, lock)
-        request.answer(Done())
+        self._granted(request, lock)
 
-    def _renew(self, holder: Holder) -> None:
-        lock = self._locks.get(holder)
-        if lock is None or lock.timer is None:
-            raise self._ended(holder[2])
-        lock.timer.cancel()
-        self._start_lease(holder, lock)
+    def _granted(self, request: Request[LockShards], lock: _Lock) -> None:
+        self.taken += 1
+        lock.lease.begin()
+        request.answer(Done())
 
     def _unlock(self, request: Request[UnlockShards]) -> None:
         self._drop((*request.peer.client, request.message.lock))
@@ -281,32 +314,20 @@ class PsLocks(Changing):
 
     # Ends.
 
-    def _start_lease(self, holder: Holder, lock: _Lock) -> None:
-        self.taken += lock.timer is None
-        loop = asyncio.get_running_loop()
-        lock.timer = loop.call_later(lock.lease_s, self._expire, holder)
-
     def _expire(self, holder: Holder) -> None:
         task, _, number = holder
-        lease_s = self._locks[holder].lease_s
         logger.warning(
             "%s: lock %d of %s expired: it was not renewed for %g s",
-            self._task, number, task, lease_s,
+            self._task, number, task, self._locks[holder].lease.seconds,
         )  # fmt: skip
         self.expired += 1
         self._drop(holder)
 
-    def _connection_lost(self, peer: Connection) -> None:
-        for holder in [holder for holder, lock in self._locks.items() if lock.peer is peer]:
-            self._drop(holder)
-
     def _drop(self, holder: Holder) -> None:
         lock = self._locks.pop(holder, None)
         if lock is not None:
-            if lock.timer is not None:
-                lock.timer.cancel()
-            lock.peer.holds -= 1
-            _unwatch(lock.peer, self._connection_lost)
+            lock.lease.end()
+            lock.lease.peer.holds -= 1
             self.end(lock.claim)
 
     def _ended(self, number: int) -> LockLost:
@@ -348,12 +369,11 @@ class UpdateGate(Changing):
     held_back: Counter[tuple[Client, int]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._peer: Connection | None = None  # over which it was last shut
+        self._lease: _Lease | None = None  # of the cut for which it is shut
         self._over = 0  # the highest cut for which it was opened
         self._admitted: set[tuple[Client, int]] = set()
         self._under_way = 0  # updates that take longer than a turn
         self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
-        self._timer: asyncio.TimerHandle | None = None
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -387,8 +407,6 @@ class UpdateGate(Changing):
     def close(self) -> None:
         """Open for good: whoever waits goes on."""
         self.open(self.cut)
-        if self._peer is not None:
-            _unwatch(self._peer, self._connection_lost)
 
     # The rule.
 
@@ -410,7 +428,7 @@ class UpdateGate(Changing):
             return False
         self.cut = 0
         self._admitted.clear()
-        self._cancel_timer()
+        self._end_lease()
         self.resume_steps()
         self.wake()
         return True
@@ -487,14 +505,9 @@ class UpdateGate(Changing):
         if not self.shut(message.cut):  # what said that it is over was faster
             raise CutLost(f"{self.task}: cut {message.cut} is over")
         self.cuts += 1
-        if self._peer is not peer:
-            peer.on_closed.append(self._connection_lost)
-            if self._peer is not None:
-                _unwatch(self._peer, self._connection_lost)
-            self._peer = peer
-        self._cancel_timer()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(MAX_SHUT_S, self._expired, message.cut)
+        self._end_lease()
+        self._lease = _Lease(peer, MAX_SHUT_S, self._connection_lost, self._expired)
+        self._lease.begin()
         await self.pause_steps()
         while self._under_way:
             await self.changed()
@@ -527,22 +540,16 @@ class UpdateGate(Changing):
 
     # Opening.
 
-    def _connection_lost(self, peer: Connection) -> None:
+    def _connection_lost(self, _: Connection) -> None:
         self.open(self.cut)
 
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
 
-    def _expired(self, cut: int) -> None:
-        if self.cut == cut:
-            logger.warning(
-                "%s: a cut has delayed updates for %.0f s and is cancelled", self.task, MAX_SHUT_S
-            )
-            self.open(cut)
-
-
-def _unwatch(peer: Connection, lost: Callable[[Connection], None]) -> None:
-    """Let ``lost`` hear no more of the end of a connection, which may outlive its owner."""
-    if not peer.is_closed:
-        peer.on_closed.remove(lost)
+    def _expired(self) -> None:
+        logger.warning(
+            "%s: a cut has delayed updates for %.0f s and is cancelled", self.task, MAX_SHUT_S
+        )
+        self.open(self.cut)

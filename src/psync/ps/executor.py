@@ -28,16 +28,20 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 
 from psync.errors import BusyError, ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
+from psync.numerics.memory import BlockPool
+from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
+from psync.ps.plans import Plans
 from psync.store.commit_log import CommitLog, LogState
-from psync.store.ledger import Client
+from psync.store.ledger import Client, Ledger
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
 from psync.wire.messages import Done
@@ -343,6 +347,32 @@ class Executor:
         """Wait for what is being executed. Cancellation: safe."""
         while self._busy is not None:
             await asyncio.wait((self._busy,))
+
+
+@dataclass(eq=False)
+class Service:
+    """One of the services of a ps for one coordinator and timeline, and what they share.
+
+    Args:
+        task: Name of the ps.
+        store: Its shards.
+        ledger: Knows which updates were seen, who has been replaced, and in which steps a rule of
+            a user's has raised.
+        work: What takes long.
+        pool: Memory for what comes in.
+        locks: Who must wait, and who holds which.
+        executor: In whose order all is done.
+        plans: Of the clients of this coordinator.
+    """
+
+    task: str
+    store: ShardStore
+    ledger: Ledger
+    work: LongWork
+    pool: BlockPool
+    locks: PsLocks
+    executor: Executor
+    plans: Plans
 
 
 def _end(entry: _Entry, failed: Exception | None) -> None:

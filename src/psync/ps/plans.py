@@ -71,27 +71,29 @@ _DONE = Done()
 NO_PLANS: Mapping[int, Any] = {}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ShardSet:
-    """A set of shards, what a client does with it, and what a store says of that."""
+    """A set of shards, what a client does with it, and what a store says of that.
 
-    keys: tuple[Key, ...]
-    compression: Compression | None = None  # how float32 travels
-    # What a plan says, see ``DefinePlan``.
-    number: int = -1
-    header: bytes = b""  # the definition, as it came
-    optimizer: int = -1
-    config: dict[str, Any] | None = None
-    slot: str = ""
-    is_push: bool = False
-    op: str = ""
+    Args:
+        says: What it does.
+        header: The same, as it came.
+
+    Raises:
+        RemoteProtocolError: As ``compression.split_members``; or the averages do not follow one
+            variable each.
+    """
+
+    says: DefinePlan
+    header: bytes = b""
+    keys: tuple[Key, ...] = field(init=False)
+    compression: Compression | None = field(init=False)  # how float32 travels
+    optimizer: int = field(init=False)
+    is_push: bool = field(init=False)
+    others: list[int] = field(init=False)  # as in ``DefinePlan``
     followed: tuple[Key, ...] = ()  # by the averages: one per shard
     wanted: ShardSet | None = None  # whose values an answer brings
-    raised: Key | None = None
-    variable_set: bytes = b""  # of a synchronous push
-    group: SyncConfig | None = None  # of that; None: not looked up
-    others: list[int] = field(default_factory=list)
-    spread: bool = False
+    group: SyncConfig | None = None  # of a synchronous push; None: not looked up
     # What the store says.
     store: ShardStore | None = None  # the one that the rest was read from
     specs: Sequence[ShardSpec] = ()
@@ -113,42 +115,21 @@ class ShardSet:
     cost: int = 0  # of all of them, see ``PsUpdate.nbytes``
     is_checked: bool = False  # whether all shards may be updated so
 
-    @classmethod
-    def of(cls, members: Sequence[Sequence[int]]) -> ShardSet:
-        """Return the set that is defined so.
-
-        Raises:
-            RemoteProtocolError: As ``compression.split_members``.
-        """
-        compression, keys = split_members(members)
-        return cls(keys, compression)
-
-    @classmethod
-    def defined(cls, message: DefinePlan, header: bytes) -> ShardSet:
-        """Return the plan that a client defines so.
-
-        Raises:
-            RemoteProtocolError: As ``of``; or the averages do not follow one variable each.
-        """
-        plan = cls.of(message.members)
-        plan.number, plan.header = message.plan, header
-        plan.optimizer, plan.config, plan.slot = message.optimizer, message.config, message.slot
-        plan.is_push = plan.optimizer >= 0 and not plan.slot
-        plan.op = message.op
-        if message.follows is not None:
-            if len(message.follows) != len(plan.keys):
+    def __post_init__(self) -> None:
+        says = self.says
+        self.compression, self.keys = split_members(says.members)
+        self.optimizer = says.optimizer
+        self.is_push = says.optimizer >= 0 and not says.slot
+        self.others = says.others or []
+        if says.follows is not None:
+            if len(says.follows) != len(self.keys):
                 raise RemoteProtocolError(
-                    f"{len(message.follows)} variables for {len(plan.keys)} averages"
+                    f"{len(says.follows)} variables for {len(self.keys)} averages"
                 )
-            indices = [index for _, index in plan.keys]
-            plan.followed = tuple(zip(message.follows, indices, strict=True))
-        if message.pull is not None:
-            plan.wanted = cls.of(message.pull)
-        plan.variable_set, plan.spread = message.variable_set, message.spread
-        plan.others = message.others or []
-        if message.raised is not None:
-            plan.raised = message.raised[0], message.raised[1]
-        return plan
+            indices = [index for _, index in self.keys]
+            self.followed = tuple(zip(says.follows, indices, strict=True))
+        if says.pull is not None:
+            self.wanted = ShardSet(DefinePlan(-1, says.pull))
 
     def is_narrow(self, spec: ShardSpec) -> bool:
         """Return whether a shard of the set travels compressed."""
@@ -166,17 +147,17 @@ class ShardSet:
                 not fit what it follows.
         """
         if self.store is not store:
-            if self.variable_set:
+            if self.says.variable_set:
                 if self.group is None:
-                    raise RemoteProtocolError(f"plan {self.number} is of synchronous pushes")
-            elif self.config is not None:
-                store.define_optimizer(self.optimizer, self.config)
+                    raise RemoteProtocolError(f"plan {self.says.plan} is of synchronous pushes")
+            elif self.says.config is not None:
+                store.define_optimizer(self.optimizer, self.says.config)
             self.specs = [store.spec(key) for key in self.keys]
             self.names = [spec.variable for spec in self.specs]
             self.costs = self.lengths = tuple(spec.nbytes for spec in self.specs)
-            if self.slot:
+            if self.says.slot:
                 for key in self.keys:
-                    store.check_slot(key, self.optimizer, self.slot)
+                    store.check_slot(key, self.optimizer, self.says.slot)
                 self.lengths = tuple(
                     spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in self.specs
                 )
@@ -203,21 +184,22 @@ class ShardSet:
         for average, key in zip(self.keys, self.followed, strict=False):
             store.check_average(average, key)
         self.needed = (*self.keys, *self.followed)
-        if self.raised is not None:
-            spec = store.spec(self.raised)
+        if self.says.raised is not None:
+            spec = store.spec(self.says.raised)
             if spec.size != 1:
                 raise ValueMismatchError(
                     f"{spec} on {store.task}: expected one number, to be raised by one, got shape "
                     f"{spec.shape}"
                 )
-            self.one = store.check_assign(self.raised, "add", ones(spec.shape, spec.dtype))
-            self.needed = (*self.needed, self.raised)
+            self.one = store.check_assign(self.says.raised, "add", ones(spec.shape, spec.dtype))
+            self.needed = (*self.needed, self.says.raised)
 
     def _look_up_dtype(self, store: ShardStore) -> None:
         names = {spec.dtype for spec in self.specs}
         self.dtype, self.runs = None, ()
         # Bytes of a bool are checked one by one, what is narrow is widened, slots are wider.
-        if len(names) == 1 and names != {"bool"} and self.compression is None and not self.slot:
+        is_plain = self.compression is None and not self.says.slot
+        if len(names) == 1 and names != {"bool"} and is_plain:
             self.dtype = dtype_of(names.pop())
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
@@ -317,7 +299,7 @@ class ShardSet:
     def _operand(self, store: ShardStore, key: Key, part: memoryview) -> np.ndarray:
         """Return what is for a whole shard, checked; ``Widened`` is cut as an array is."""
         if not self.is_push:
-            return bytes_of(part) if self.slot else store.check_assign(key, self.op, part)
+            return bytes_of(part) if self.says.slot else store.check_assign(key, self.says.op, part)
         if self.compression is None or not self.is_narrow(store.spec(key)):
             return store.check_apply(self.optimizer, key, part)
         store.check_optimizable(self.optimizer, key)
@@ -337,7 +319,7 @@ class ShardSet:
             if self.is_push:
                 store.check_apply_rows(self.optimizer, key)
             else:
-                store.check_scatter(key, self.op)
+                store.check_scatter(key, self.says.op)
             end = count * ROW_NUMBER_BYTES
             rows = bytes_of(part[:end]).view(np.int64)
             operands.append(RowValues(rows, store.check_rows(key, rows, part[end:])))
@@ -389,7 +371,7 @@ class Plans:
         message = cast(DefinePlan, decode(header))
         plans = self.of.setdefault(client, {})
         if message.plan not in plans:
-            plans[message.plan] = ShardSet.defined(message, header)
+            plans[message.plan] = ShardSet(message, header)
         return plans[message.plan]
 
     def serve(self, request: Request[DefinePlan]) -> None:
@@ -403,7 +385,7 @@ class Plans:
 
     def keep(self, client: Client, plan: ShardSet) -> None:
         """What names a plan is to be an entry, and has perhaps waited: define it if it has gone."""
-        if self.of.get(client, NO_PLANS).get(plan.number) is not plan:
+        if self.of.get(client, NO_PLANS).get(plan.says.plan) is not plan:
             self._define(client, decode(plan.header), plan.header)
 
     def _define(self, client: Client, message: Any, header: bytes) -> None:
@@ -420,7 +402,7 @@ class Plans:
             return
         if len(plans) >= MAX_PLANS:
             del plans[next(iter(plans))]
-        plans[message.plan] = ShardSet.defined(message, header)
+        plans[message.plan] = ShardSet(message, header)
         self.note(client, message)
 
     def plan(self, client: Client, number: int) -> ShardSet:

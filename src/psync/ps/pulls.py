@@ -17,12 +17,11 @@ from psync.errors import BusyError, RemoteProtocolError, UsageError
 from psync.net.connection import Handler, Request
 from psync.net.shielding import in_turns
 from psync.numerics.compression import WIDE, narrow_dtype, round_blocks
-from psync.numerics.memory import BlockPool, bytes_of
+from psync.numerics.memory import bytes_of
 from psync.ps import cooperative_work
-from psync.ps.admission import PsLocks
-from psync.ps.cooperative_work import LongWork
-from psync.ps.plans import NO_BYTES, NO_PLANS, ROW_NUMBER_BYTES, Plans, ShardSet, memory_for
-from psync.store.store import Key, ShardStore, Work
+from psync.ps.executor import Service
+from psync.ps.plans import NO_BYTES, NO_PLANS, ROW_NUMBER_BYTES, ShardSet, memory_for
+from psync.store.store import Key, Work
 from psync.store.work import DONE
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
@@ -51,28 +50,16 @@ class WantedRows:
 
 
 @dataclass(eq=False)
-class PsPulls:
+class PsPulls(Service):
     """Serves pulls.
 
     Args:
-        task: Name of the ps.
-        store: Its shards.
-        work: What takes long.
         closed: Has the last closed step of each group that has one, which values are of.
-        locks: Knows who holds which.
-        pool: Memory for row numbers, and for what is gathered or in 16 bits.
-        plans: Of all clients.
         limits: Of what a request may make this task hold.
         pulls, row_pulls: How many were served.
     """
 
-    task: str
-    store: ShardStore
-    work: LongWork
     closed: Closed
-    locks: PsLocks
-    pool: BlockPool
-    plans: Plans
     limits: Limits
     pulls: int = 0
     row_pulls: int = 0
@@ -91,7 +78,7 @@ class PsPulls:
         if message.rows is not None:
             self._pull_rows(request, self._wanted(known, message.rows, request.segments))
             return
-        if known.compression is not None and known.slot:
+        if known.compression is not None and known.says.slot:
             raise RemoteProtocolError(f"{self.task}: slots are not pulled compressed")
         if known.store is not self.store:
             known.look_up(self.store)
@@ -107,7 +94,7 @@ class PsPulls:
         if known.compression is not None:
             return None
         try:
-            if known.slot:
+            if known.says.slot:
                 values: Any = list(map(self._reader(known), known.keys))
             else:
                 values = Joined(self.store.read_together(known.plan))
@@ -119,9 +106,9 @@ class PsPulls:
 
     def _reader(self, known: ShardSet) -> Callable[[Key], list[memoryview]]:
         store = self.store
-        if not known.slot:
+        if not known.says.slot:
             return store.read
-        return lambda key: store.read_slot(key, known.optimizer, known.slot)
+        return lambda key: store.read_slot(key, known.optimizer, known.says.slot)
 
     async def _pull_slowly(self, request: Request[Any], known: ShardSet) -> None:
         """Read shard by shard: under steady updates never all of them are idle at once."""

@@ -39,17 +39,16 @@ import numpy as np
 from psync.cluster import parse_task_name
 from psync.errors import PlanForgotten, RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.connection import Connection, Handler, Request
-from psync.numerics.memory import ABOVE_BYTES, BlockPool
+from psync.numerics.memory import ABOVE_BYTES
 from psync.numerics.rules import Sums
-from psync.ps.admission import Claim, PsLocks, UpdateGate
+from psync.ps.admission import Claim, UpdateGate
 from psync.ps.computes import Compute
-from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor
+from psync.ps.cooperative_work import INLINE_BYTES
+from psync.ps.executor import Service
 from psync.ps.plans import (
     NO_BYTES,
     NO_PLANS,
     Body,
-    Plans,
     ShardSet,
     body_in_place,
     memory_for,
@@ -58,7 +57,7 @@ from psync.ps.plans import (
 from psync.ps.pulls import PsPulls
 from psync.specs import ShardSpec, count_of, dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import Client, Ledger, Ticket
+from psync.store.ledger import Client, Ticket
 from psync.store.push_counts import HOME
 from psync.store.reattach import Progress
 from psync.store.rows import RowValues
@@ -146,7 +145,6 @@ class PsUpdate(msgspec.Struct, eq=False):
     client: Client
     message: Update
     known: ShardSet  # its plan
-    is_push: bool
     wanted: ShardSet | None  # whose values its answer brings
     body: Body  # of averages nothing
     store: ShardStore
@@ -183,7 +181,7 @@ class PsUpdate(msgspec.Struct, eq=False):
                 ]
             elif type(self.operands) is Adjacent and factors is None:
                 self.runs = known.runs
-        if self.is_push:
+        if self.known.is_push:
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
                 self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
@@ -215,9 +213,9 @@ class PsUpdate(msgspec.Struct, eq=False):
     def whole(self) -> None:
         """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
         message, known, done = self.message, self.known, 0
-        if known.raised is not None:
-            self.store.check_idle((known.raised,))
-        if self.is_push and message.rows is None and message.factors is None:
+        if known.says.raised is not None:
+            self.store.check_idle((known.says.raised,))
+        if self.known.is_push and message.rows is None and message.factors is None:
             self.store.apply_at_once(known.optimizer, known.plan, self.operands, self.step)  # type: ignore[arg-type]
             done = len(self.runs or known.keys)
         else:
@@ -229,8 +227,8 @@ class PsUpdate(msgspec.Struct, eq=False):
     def work(self, position: int) -> Work:
         """Begin on one shard, or run of shards."""
         known, store = self.known, self.store
-        if known.raised is not None and position == len(self.runs or known.keys):
-            return store.assign_checked(known.raised, "add", cast(np.ndarray, known.one))
+        if known.says.raised is not None and position == len(self.runs or known.keys):
+            return store.assign_checked(known.says.raised, "add", cast(np.ndarray, known.one))
         if self.runs:
             run = self.runs[position]
             if run.stop - run.start > 1:
@@ -244,15 +242,15 @@ class PsUpdate(msgspec.Struct, eq=False):
             return store.average(key, known.followed[position], cast(Sequence[float], factors)[0])
         operand = self.operands[position]
         if isinstance(operand, RowValues):
-            if self.is_push:
+            if self.known.is_push:
                 return store.apply_rows(known.optimizer, key, *operand, self.step)
-            return store.scatter(key, known.op, *operand)
-        if known.slot:
-            return store.load_slot(key, known.optimizer, known.slot, operand)
-        if self.is_push:
+            return store.scatter(key, known.says.op, *operand)
+        if known.says.slot:
+            return store.load_slot(key, known.optimizer, known.says.slot, operand)
+        if self.known.is_push:
             ratio = None if factors is None else factors[position]
             return store.apply_checked(known.optimizer, key, operand, self.step, ratio)
-        return store.assign_checked(key, cast(AssignOp, known.op), operand)
+        return store.assign_checked(key, cast(AssignOp, known.says.op), operand)
 
 
 def copied_by(message: CreateShards) -> list[Key]:
@@ -265,20 +263,12 @@ def nothing_is_left() -> None:
 
 
 @dataclass(eq=False)
-class PsUpdates:
+class PsUpdates(Service):
     """The pushes and assigns of one ps under one coordinator.
 
     Args:
-        task: Name of the ps.
-        store: Its shards.
-        ledger: Knows which updates were seen.
-        work: What takes long.
-        pool: Memory for what comes in.
-        locks: Who must wait.
-        executor: In whose order all is done.
         gate: Who must wait while a cut is taken.
         pulls: Reads what an answer brings.
-        plans: Of all clients.
         sync: Takes those of synchronous pushes.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         counted: Told when pushes were counted here of which some other ps has no part.
@@ -289,16 +279,8 @@ class PsUpdates:
         staleness: Of asynchronous pushes.
     """
 
-    task: str
-    store: ShardStore
-    ledger: Ledger
-    work: LongWork
-    pool: BlockPool
-    locks: PsLocks
-    executor: Executor
     gate: UpdateGate
     pulls: PsPulls
-    plans: Plans
     sync: Parts
     check_coordinator: Callable[[Connection], None]
     counted: Callable[[], None] = lambda: None
@@ -514,14 +496,14 @@ class PsUpdates:
         return memory_for(self.pool, nbytes)
 
     def _look_up(self, known: ShardSet) -> ShardSet:
-        if known.variable_set:
+        if known.says.variable_set:
             self.sync.define(known)
         return known.look_up(self.store)
 
     def _refused(self, request: Request[Any], known: ShardSet | None, error: Exception) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
         # It comes again; or the ledger does not know it.
-        if isinstance(error, PlanForgotten) or (known is not None and known.variable_set):
+        if isinstance(error, PlanForgotten) or (known is not None and known.says.variable_set):
             return
         self.ledger.refuse(request.peer.client, request.message.sequence)
         self.gate.wake()
@@ -549,7 +531,7 @@ class PsUpdates:
             request.token, request.nbytes = known, 0  # it only waits; the part is in the budget
             self.sync.took(request, self.sync.part(known, client, message, body))
             return
-        update = PsUpdate(request, client, message, known, known.is_push, known.wanted, body, store)
+        update = PsUpdate(request, client, message, known, known.wanted, body, store)
         self._admit(update)
 
     def _replay(self, request: Request[Update]) -> None:
@@ -557,11 +539,11 @@ class PsUpdates:
         known = self.plans.plan(request.peer.client, request.message.plan)
         if known.store is not self.store:
             self._look_up(known)
-        if known.variable_set:
+        if known.says.variable_set:
             self.sync.replay(request, known)
             return
         client, message, body = request.peer.client, request.message, request.segments
-        update = PsUpdate(request, client, message, known, known.is_push, None, body, self.store)
+        update = PsUpdate(request, client, message, known, None, body, self.store)
         self._submit(update)
 
     # Admission: nothing is noted of an update that waits, which has not begun.
@@ -650,7 +632,7 @@ class PsUpdates:
             self.ledger.refuse(update.client, message.sequence)
             self.gate.wake()
             raise
-        if update.is_push:
+        if update.known.is_push:
             counted, elsewhere = self.store.optimizers[known.optimizer].count.answer()
             answer = Pushed("accepted", counted, None, elsewhere)
             if message.place == HOME and len(update.others) < self.num_others:
@@ -662,7 +644,7 @@ class PsUpdates:
             self.assigns += 1
         self.ledger.record(ticket, answer)
         at_once = update.whole
-        if update.runs and known.raised is None:
+        if update.runs and known.says.raised is None:
             at_once = partial(
                 update.store.apply_at_once, known.optimizer, known.plan,
                 update.operands,  # type: ignore[arg-type]  # there are runs, so none of rows
@@ -677,7 +659,7 @@ class PsUpdates:
         """All shards have it, and nobody was told yet."""
         if self.gate.cut:
             self.gate.wake()
-        if self.store.failures and update.is_push:
+        if self.store.failures and update.known.is_push:
             failed = self.store.take_failure(update.known.optimizer, update.step)
             if failed is not None:
                 ticket.failure = encode(failure_of(failed))

@@ -29,6 +29,7 @@ from psync.numerics.memory import (
     ABOVE_BYTES,
     ARENA_BYTES,
     Arena,
+    ArenaArray,
     BlockArray,
     BlockPool,
     BlockRuns,
@@ -51,7 +52,7 @@ Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Optimizer:
     """One optimizer, as this ps knows it."""
 
@@ -455,11 +456,22 @@ class ShardTable:
         for name in rule.slot_names():
             slot = shard.slots.get((optimizer_id, name))
             if slot is None:
-                dtype = slot_dtype(shard.values.dtype)
-                slot = BlockArray(shard.values.size, dtype, rule.initial_slot(name))
-                shard.slots[optimizer_id, name] = slot
+                slot = self.make_slot(shard, optimizer_id, name, rule.initial_slot(name))
             slots.append(slot)
         return slots
+
+    def make_slot(
+        self, shard: Shard, optimizer_id: int, name: str, fill: float | np.ndarray
+    ) -> BlockArray:
+        """Return a new slot of a shard: where values lie in an arena, it does in another one."""
+        values, dtype = shard.values, slot_dtype(shard.values.dtype)
+        if isinstance(values, ArenaArray):
+            of = self.optimizers[optimizer_id], name
+            slot: BlockArray = values.arena.beside(values, of, dtype, fill)
+        else:
+            slot = BlockArray(values.size, dtype, fill)
+        shard.slots[optimizer_id, name] = slot
+        return slot
 
     def _check_alike(self, spec: ShardSpec, other: ShardSpec, relation: str = "") -> None:
         if (spec.shape, spec.dtype) != (other.shape, other.dtype):

@@ -212,8 +212,7 @@ class Loaded:
             store.create(known.spec, fill=_fill(value))
             shard = store.shards()[value.key]
             for slot in slots:
-                array = BlockArray(shard.values.size, dtype_of(slot.dtype), _fill(slot))
-                shard.slots[slot.optimizer, slot.slot] = array
+                store.make_slot(shard, slot.optimizer, slot.slot, _fill(slot))
             shard.version = known.version
             shard.pushes.update(known.pushes)
         ledger.restore(state, unpack_answer)

@@ -15,6 +15,7 @@ an arena are one view, or one call of the rule.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, overload
@@ -153,8 +154,8 @@ class Plan:
     layout: int = -1  # of the store when it was settled
     runs: list[Run] = field(default_factory=list)
     repeats: bool = False  # whether a shard is among them twice
-    # By optimizer, of each run: where its slots lie; None: not side by side.
-    slots: dict[int, list[list[Run] | None]] = field(default_factory=dict)
+    # By optimizer, of each run: arenas of values and slots, where all lie at the same places.
+    slots: dict[int, list[tuple[Arena, ...] | None]] = field(default_factory=dict)
 
 
 class ShardStore(RowTable):
@@ -444,53 +445,42 @@ class ShardStore(RowTable):
         self,
         optimizer_id: int,
         runs: Sequence[Run],
-        slots: Sequence[list[Run] | None],
+        slots: Sequence[tuple[Arena, ...] | None],
         gradients: Gradients | Means,
     ) -> Iterator[Part]:
         """Yield part after part: means lie in the same memory, one after the other."""
         position = 0
-        for run, beside in zip(runs, slots, strict=True):
-            end = position + len(run.shards)
-            if beside is None:
+        for run, arenas in zip(runs, slots, strict=True):
+            end, start, stop = position + len(run.shards), run.start, run.stop
+            if arenas is None:
                 for shard in run.shards:
                     of_shard = self._of_shard(gradients, position)
                     yield from self._blocks(shard, optimizer_id, of_shard)
                     position += 1
                 continue
-            if type(gradients) is Adjacent and gradients.whole.size == run.stop - run.start:
+            if type(gradients) is Adjacent and gradients.whole.size == stop - start:
                 gradient = gradients.whole
             elif isinstance(gradients, Means):
                 gradient = gradients.of_run(run, position, end, self._space.sums)
             else:
                 gradient = _side_by_side(gradients, run, position, end)
-            if run.is_further:
-                param, target = self._begin_in(run)
-            else:
-                assert run.arena is not None, "else it has no slots there"
-                param, target, is_copy = run.arena.begin(run.start, run.stop, self._pool)
-                self._copies += is_copy
-            if beside:
-                each = [self._begin_in(slot) for slot in beside]
-                yield param, gradient, [old for old, _ in each], target, [new for _, new in each]
-            else:
-                yield param, gradient, (), target, ()
+            olds: list[np.ndarray] = []
+            news: list[np.ndarray] = []
+            for arena in arenas:
+                if run.is_further:
+                    old = new = arena.array[start:stop]
+                else:
+                    old, new, is_copy = arena.begin(start, stop, self._pool)
+                    self._copies += is_copy
+                olds += [old]
+                news += [new]
+            yield olds[0], gradient, olds[1:], news[0], news[1:]
             position = end
 
     def _of_shard(self, gradients: Gradients | Means, position: int) -> np.ndarray | MeanGradient:
         if isinstance(gradients, Means):
             return gradients.of_shard(position, self._space.sums)
         return gradients[position]
-
-    def _begin_in(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
-        """Return what a run holds, and where its new contents go."""
-        arena = run.arena
-        assert arena is not None, "it lies in one"
-        if run.is_further:
-            part = arena.array[run.start : run.stop]
-            return part, part
-        present, target, is_replaced = arena.begin(run.start, run.stop, self._pool)
-        self._copies += is_replaced
-        return present, target
 
     def _blocks(
         self, shard: Shard, optimizer_id: int, gradient: np.ndarray | MeanGradient
@@ -510,72 +500,38 @@ class ShardStore(RowTable):
 
     def _settle(self, plan: Plan) -> None:
         plan.runs, plan.slots = [], {}
+        begun: set[Arena] = set()
         for key in plan.keys:
             shard = self._shard(key)
             values = shard.values
             if not isinstance(values, ArenaArray):
                 plan.runs.append(Run([shard], None))
                 continue
+            arena, start = values.arena, values.start
             last = plan.runs[-1] if plan.runs else None
-            if last is not None and last.arena is values.arena and last.stop == values.start:
-                last.shards.append(shard)
-            else:
-                last = Run([shard], values.arena, values.start)
+            if last is None or last.arena is not arena or last.stop != start:
+                last = Run([], arena, start, is_further=arena in begun)
                 plan.runs.append(last)
-            last.stop = values.start + values.size
-        _note_further(plan.runs)
+                begun.add(arena)
+            last.shards.append(shard)
+            last.stop = start + values.size
         plan.repeats = len({*plan.keys}) < len(plan.keys)
         plan.layout = self.layout
 
-    def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[list[Run] | None]:
-        """Return where the slots of an optimizer lie; they are laid side by side where they can."""
-        names = [(optimizer_id, name) for name in self.optimizers[optimizer_id].rule.slot_names()]
+    def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[tuple[Arena, ...] | None]:
+        """Return the arenas of each run's values and slots, which are written from now on."""
+        beside: defaultdict[Arena | None, set[tuple[Arena, ...]]] = defaultdict(set)
         for run in plan.runs:
-            if run.arena is not None and None in self._slots_of(run, names):
-                self._lay_slots(run, names)
-        found: list[list[Run] | None] = []
-        for run in plan.runs:  # now that all lie where they will
-            if run.arena is None:
-                found.append(None)
-                continue
-            for shard in run.shards:
-                for array in (shard.values, *(shard.slots[name] for name in names)):
-                    if isinstance(array, ArenaArray):
-                        array.block(0)  # it is written from now on
-            slots = self._slots_of(run, names)
-            found.append(None if None in slots else cast(list[Run], slots))
-        _note_further([slot for beside in found for slot in beside or ()])
-        plan.slots[optimizer_id] = found
+            for shard in run.shards if run.arena is not None else ():
+                arrays = [shard.values, *self._slots(shard, optimizer_id)]
+                in_arenas = cast(list[ArenaArray], arrays)  # slots lie as values do
+                for array in in_arenas:
+                    array.block(0)
+                beside[run.arena].add(tuple(array.arena for array in in_arenas))
+        # Those that several programs have made, of what is one optimizer now, may lie apart.
+        alike = {arena: arenas.pop() for arena, arenas in beside.items() if len(arenas) == 1}
+        plan.slots[optimizer_id] = found = [alike.get(run.arena) for run in plan.runs]
         return found
-
-    def _slots_of(self, run: Run, names: Sequence[tuple[int, str]]) -> list[Run | None]:
-        for shard in run.shards:
-            if names and names[0] not in shard.slots:
-                self._slots(shard, names[0][0])
-        return [_adjoining(run, name) for name in names]
-
-    def _lay_slots(self, run: Run, names: Sequence[tuple[int, str]]) -> None:
-        """Lay slots side by side: of all that its arena has, if some of them lie with others.
-
-        So no two runs that have a shard in common do so in turn.
-        """
-        there = run.shards
-        if any(isinstance(shard.slots[names[0]], ArenaArray) for shard in there):
-            there = [
-                shard
-                for shard in self._shards.values()
-                if isinstance(shard.values, ArenaArray)
-                and shard.values.arena is run.arena
-                and names[0] in shard.slots
-            ]
-            there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
-        if any(shard.busy for shard in there):
-            return
-        for name in names:
-            made = Arena.of([shard.slots[name] for shard in there])
-            for shard, slot in zip(there, made, strict=True):
-                shard.slots[name] = slot
-        self.layout += 1
 
     def check_assign(self, key: Key, op: str, data: object) -> np.ndarray:
         """Raise what ``assign`` would raise, except BusyError, and return ``data`` as it is used.
@@ -730,26 +686,3 @@ def _side_by_side(gradients: Gradients, run: Run, first: int, end: int) -> np.nd
         return gradients.between(first, end)
     given = zip(run.shards, gradients[first:end], strict=True)  # what is narrow is widened so
     return np.concatenate([each[0 : shard.values.size] for shard, each in given])
-
-
-def _note_further(runs: Sequence[Run]) -> None:
-    seen: set[Arena] = set()
-    for run in runs:
-        if run.arena is not None:
-            run.is_further = run.arena in seen
-            seen.add(run.arena)
-
-
-def _adjoining(run: Run, slot: tuple[int, str]) -> Run | None:
-    """Return where a slot of a run's shards lies, if that is side by side."""
-    found: Run | None = None
-    for shard in run.shards:
-        array = shard.slots[slot]
-        if not isinstance(array, ArenaArray):
-            return None
-        if found is None:
-            found = Run(run.shards, array.arena, array.start, array.start)
-        if array.arena is not found.arena or array.start != found.stop:
-            return None
-        found.stop += array.size
-    return found

@@ -118,15 +118,15 @@ class PsServices:
         log.digest = self.digest
         self.executor = executor = Executor(task, store, work, log)
         plans.note = lambda client, message: executor.note(client, message, nothing_is_left)
-        served = (task, store, ledger, work, pool, self.locks, executor)
+        served = (task, store, ledger, work, pool, self.locks, executor, plans)
         serves = life in (Life.SERVING, Life.HOSTED)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.sync.steps.waiting)
         self.sync: PsSync
         if attach is None or process.index:
-            self.sync = parts.of(PsSync)(platform, *served, plans, serves)
+            self.sync = parts.of(PsSync)(*served, platform, serves)
         else:
             self.sync = parts.of(StepCloser)(
-                platform, *served, plans, serves, attach, self.clocks, timeline,
+                *served, platform, serves, attach, self.clocks, timeline,
                 life is Life.HOSTED,
             )  # fmt: skip
         for number, raw in state.groups:
@@ -136,12 +136,10 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator,
             functools.partial(self.sync.pause, "cut"), functools.partial(self.sync.resume, "cut"),
         )  # fmt: skip
-        self.pulls = PsPulls(
-            task, store, work, self.sync.staging, self.locks, pool, plans, platform.limits
-        )
+        self.pulls = PsPulls(*served, self.sync.staging, platform.limits)
         self.sync.read_now = self.pulls.read_now
         self.updates = parts.of(PsUpdates)(
-            *served, self.gate, self.pulls, plans, self.sync, process.check_coordinator
+            *served, self.gate, self.pulls, self.sync, process.check_coordinator
         )
         addresses = () if attach is None else attach.ps_addresses
         self.teller = parts.of(CountTeller)(

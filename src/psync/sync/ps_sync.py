@@ -41,18 +41,16 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.memory import BlockPool, bytes_of
+from psync.numerics.memory import bytes_of
 from psync.numerics.rules import Sums
-from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute
-from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import LATER, Executor, Later, awaited
-from psync.ps.plans import Body, Plans, ShardSet, owned
+from psync.ps.executor import LATER, Later, Service, awaited
+from psync.ps.plans import Body, ShardSet, owned
 from psync.specs import dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import Client, Ledger
+from psync.store.ledger import Client
 from psync.store.step_norms import ShardSums
-from psync.store.store import Key, ShardStore, Work
+from psync.store.store import Key, Work
 from psync.store.sync_config import SyncConfig
 from psync.sync.staging import Part, PushKey, Staging
 from psync.sync.step import GLOBAL_STEP_DTYPE, NOWHERE, KnownGroup, Step
@@ -91,19 +89,11 @@ _STALE = Pushed("stale", 0)
 
 
 @dataclass(eq=False)
-class PsSync:
+class PsSync(Service):
     """The synchronous groups of one ps under one coordinator; on ps 0 a ``StepCloser``.
 
     Args:
         platform: Limits.
-        task: Name of the ps.
-        store: Its shards.
-        ledger: Knows who has been replaced, and in which steps a rule of a user's has raised.
-        work: What takes long.
-        pool: Memory for what comes in.
-        locks: Who must wait.
-        executor: In whose order all is done.
-        plans: Of the clients of this coordinator.
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
 
     Attributes:
@@ -115,14 +105,6 @@ class PsSync:
     """
 
     platform: Platform
-    task: str
-    store: ShardStore
-    ledger: Ledger
-    work: LongWork
-    pool: BlockPool
-    locks: PsLocks
-    executor: Executor
-    plans: Plans
     serves: bool
 
     read_now: Callable[[ShardSet], Sequence[Segment] | None] = field(init=False)
@@ -208,7 +190,7 @@ class PsSync:
 
     def define(self, known: ShardSet) -> None:
         """Make the group of a plan known."""
-        known.group = self.known(known.optimizer, known.config).config
+        known.group = self.known(known.optimizer, known.says.config).config
 
     def part(self, known: ShardSet, client: Client, message: Update, body: Body) -> Part:
         """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""

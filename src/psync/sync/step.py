@@ -25,14 +25,14 @@ from psync.store.step_norms import UPDATES, ShardSums, StepNorms
 from psync.store.store import Gradients, Key, Means, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
 from psync.sync.staging import Gradient, Part
-from psync.wire.messages import CloseStep
+from psync.wire.messages import CloseStep, DefinePlan
 
 GLOBAL_STEP_DTYPE = "int64"
 
 NOWHERE = 1 << 62
 """A step that is never reached."""
 
-NOTHING = ShardSet(())
+NOTHING = ShardSet(DefinePlan(-1, []))
 
 
 class RowsAsWhole:

@@ -426,13 +426,13 @@ class StepCloser(PsSync):
         message, known = request.message, part.known
         group, replica, push = part.key
         here = self.groups[group]
-        here.spread = here.spread or known.spread
+        here.spread = here.spread or known.says.spread
         if known.others and here.elsewhere == NOWHERE:
             here.elsewhere = self.steps.present(group)
         call = (message.closure, message.ordinal << PART_BITS) if message.closure >= 0 else None
         contribution = Contribution(
-            replica, push, message.acked_below, call, known.variable_set, message.local_step,
-            message.weight, known.others,
+            replica, push, message.acked_below, call, known.says.variable_set,
+            message.local_step, message.weight, known.others,
         )  # fmt: skip
         try:
             actions = self.steps.contribute(group, contribution)

@@ -34,7 +34,7 @@ class Ps:
         message = SimpleNamespace(sequence=1, closure=closure, ordinal=ordinal)
         update: Any = SimpleNamespace(
             message=message, client=("w", 1), store=self.store,
-            known=SimpleNamespace(keys=(SPEC.key,)), is_push=False,
+            known=SimpleNamespace(keys=(SPEC.key,), is_push=False),
         )  # fmt: skip
         assert set(vars(update)) <= {*PsUpdate.__slots__}
         self.log.applied(update)

@@ -48,7 +48,7 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
     }  # fmt: skip
     through_others = {"apply", "assign"}  # they call one that is written down
     # Who served it is gone, of the third; errors of rules are made again when it is replayed.
-    of_its_own = {"take_up", "take_up_optimizer", "release", "take_failure"}
+    of_its_own = {"take_up", "take_up_optimizer", "release", "take_failure", "make_slot"}
     public = {
         name
         for table in (ShardStore, RowTable, ShardTable)

@@ -99,7 +99,7 @@ class ApplyLog:
         if self.is_on and update.store is self.store:
             message, (task, incarnation) = update.message, update.client
             identity = (task, incarnation, message.sequence, message.closure, message.ordinal)
-            kind = "Push" if update.is_push else "Assign"
+            kind = "Push" if update.known.is_push else "Assign"
             self.write("applied", (*identity, kind, update.known.keys), {})
 
     def serves(self, *, promoted: bool = False) -> None:

@@ -41,11 +41,11 @@ class Place(NamedTuple):
 
 
 def _is_push(_: PsUpdates, update: PsUpdate, *__: Any) -> bool:
-    return update.is_push
+    return update.known.is_push
 
 
 def _is_no_push(_: PsUpdates, update: PsUpdate, *__: Any) -> bool:
-    return not update.is_push
+    return not update.known.is_push
 
 
 def _is_update(_: Outgoing, update: Answers[Any]) -> bool:

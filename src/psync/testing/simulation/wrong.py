@@ -389,7 +389,7 @@ def counts_duplicates(original: Callable[..., Any]) -> Any:
         before = self.ledger.statistics()["already_applied"]
         outcome = original(self, update)
         is_other_run = self.ledger.statistics()["already_applied"] > before
-        if is_other_run and update.is_push and update.message.place == HOME:
+        if is_other_run and update.known.is_push and update.message.place == HOME:
             own = self.store.push_count(update.known.optimizer).own
             own[()] = own.get((), 0) + 1
         return outcome
