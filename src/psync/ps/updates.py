@@ -57,7 +57,7 @@ from psync.ps.plans import (
 from psync.ps.pulls import PsPulls
 from psync.specs import ShardSpec, count_of, dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import Client, Ticket
+from psync.store.ledger import Client, Ledger, Ticket
 from psync.store.push_counts import HOME
 from psync.store.reattach import Progress
 from psync.store.rows import RowValues

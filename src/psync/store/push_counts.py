@@ -138,9 +138,10 @@ class PushCount:
             self.elsewhere = self.next_step(carried) - self._start - self.seen
         if place == HOME:
             self.own[others] = self.own.get(others, 0) + 1
-        if not is_seen or (place == HOME and not self.seen):  # that was in an earlier epoch
-            self.seen += 1
-        return max(0, self._start + self.seen - 1 + self.elsewhere)
+        if is_seen and (self.seen or place != HOME):  # else that was in an earlier epoch
+            return self.next_step(is_seen=True)
+        self.seen += 1
+        return self._start + self.seen - 1 + self.elsewhere
 
     def answer(self) -> tuple[int, int]:
         """Return what the answer to a push says: (pushes known here, those elsewhere), marked."""
