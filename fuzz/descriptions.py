@@ -26,9 +26,8 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     from psync.errors import ConfigurationError
     from psync.integrations.slurm import SlurmClusterResolver
-    from psync.net.chief_presence import chief_timeouts
-    from psync.net.environment import limits_of, parts_of, watchdog_timeout
-    from psync.net.platform import flag
+    from psync.net.environment import parts_of
+    from psync.net.platform import chief_timeouts, flag, limits_of, watchdog_timeout
     from psync.net.resolvers import TFConfigClusterResolver, training_cluster
     from psync.net.secret import load_secret
 

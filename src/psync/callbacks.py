@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -240,19 +240,7 @@ class LearningRateScheduler(Callback):
         await optimizer.set_learning_rate(self._rate)
 
 
-class _FileCallback(Callback):
-    """A callback that writes to a file from the beginning of training to its end."""
-
-    _file: Any = None  # in between
-
-    def on_train_end(self, logs: Logs) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class CSVLogger(_FileCallback):
+class CSVLogger(Callback):
     """Writes a line of values for each epoch.
 
     Args:
@@ -270,6 +258,7 @@ class CSVLogger(_FileCallback):
         self._separator = separator
         self._append = append
         self._names: list[str] = []
+        self._file: TextIO | None = None
 
     def on_train_begin(self) -> None:
         """Open the file."""
@@ -282,6 +271,7 @@ class CSVLogger(_FileCallback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Write a line; the names precede the first one."""
+        assert self._file is not None, "training has begun"
         writer = csv.writer(self._file, delimiter=self._separator)
         if not self._names:
             self._names = list(logs)
@@ -290,6 +280,12 @@ class CSVLogger(_FileCallback):
             writer.writerow(["epoch", *self._names])
         writer.writerow([epoch, *(logs.get(name, "") for name in self._names)])
         self._file.flush()
+
+    def on_train_end(self, logs: Logs) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 # Event files as TensorBoard reads them: scalars in a TFRecord file, a sequence of records: length
@@ -390,7 +386,7 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-class TensorBoard(_FileCallback):
+class TensorBoard(Callback):
     """Writes values for TensorBoard, which can read them during training.
 
     Epochs are the charts ``epoch_loss`` and so on, each with "train" and "validation". Batches, if
@@ -419,6 +415,7 @@ class TensorBoard(_FileCallback):
         if self._every < 0:
             expected = 'tensorboard: expected update_freq "epoch", "batch" or a number above 0'
             self._every = checked_integer(expected, update_freq, 1)
+        self._file: EventFile | None = None
 
     @property
     def wants_batches(self) -> bool:
@@ -452,9 +449,16 @@ class TensorBoard(_FileCallback):
         self._write(epoch, values)
 
     def _write(self, step: int, values: Logs) -> None:
+        assert self._file is not None, "training has begun"
         for tag, value in values.items():
             self._file.add_scalar(tag, value, step)
         self._file.flush()
+
+    def on_train_end(self, logs: Logs) -> None:
+        """Close the event file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class ModelCheckpoint(Callback):

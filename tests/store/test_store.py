@@ -31,7 +31,7 @@ from psync.numerics.sums import sum_of_squares
 from psync.schedules import Constant
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of, marked_after
 from psync.store.ledger import Ledger
-from psync.store.reattach import FormerStore, Orders
+from psync.store.reattach import FormerStore, Orders, Progress
 from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import Loaded, freeze
 from psync.store.snapshot_state import NOTHING, SnapshotState
@@ -183,7 +183,7 @@ def adopted(store: ShardStore) -> ShardStore:
     """What a new program takes over, under the same numbers."""
     ids = tuple((store.spec(key).variable, key[0]) for key in store.keys())
     former, made = FormerStore(TASK), ShardStore(TASK)
-    former.take(store, Ledger(), 1)
+    former.take(store, Ledger(), 1, Progress.UPDATED)
     optimizers = tuple(((1, number), number) for number in range(len(USED)))
     former.adopt(Orders(ids, (), optimizers), made)
     for number, rule in enumerate(USED):  # as the program's first push does it

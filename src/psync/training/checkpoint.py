@@ -78,6 +78,7 @@ from psync.errors import (
     RemoteError,
     TransportError,
     UsageError,
+    other_loop,
 )
 from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
@@ -785,9 +786,12 @@ class Checkpoint:
 
     def _coordinator(self) -> Coordinator | None:
         handle = next(iter(self._contents(slots=False).handles.values()), None)
-        if handle is not None:
-            return coordinator_of(handle.origin)
-        return next(iter(_coordinators()), None)  # slots may be restored alone
+        # Slots may be restored alone.
+        all_here = iter(_coordinators())
+        found = next(all_here, None) if handle is None else coordinator_of(handle.origin)
+        if found is not None and asyncio.get_running_loop() is not found.links.ps.loop:
+            raise other_loop("restoring a checkpoint")
+        return found
 
     async def read(self, path: str | os.PathLike[str], *, slots: bool = False) -> dict[str, Any]:
         """Return the values of a checkpoint, without restoring them and without a cluster.

@@ -40,7 +40,7 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
     reading = {
         "check_apply", "check_apply_rows", "check_assign", "check_average", "check_optimizable",
         "check_rate", "check_row_numbers", "check_rows", "check_scatter", "check_slot",
-        "check_idle", "iterations", "keys", "mean_of", "measure",
+        "check_idle", "iterations", "keys", "mean_of", "measure", "num_updates",
         "push_count",
         "read", "read_range", "read_together", "read_rows", "read_slot", "row_bytes", "rows_cost",
         "rule", "shards", "spec", "square_mean", "square_row_mean", "statistics", "pool", "busy",
