@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from psync.specs import STEP_BITS, count_of, marked_after
-from psync.store.push_counts import BESIDE, HOME, CountState, PushCount, total_of
+from psync.store.push_counts import FIRST, FURTHER, HOME, CountState, PushCount, total_of
 
 
 class Run(NamedTuple):
@@ -97,7 +97,7 @@ class Search:
         if fresh or (self.broken == "duplicates count" and home == ps):
             others = tuple(sorted(parts - {ps}))
             before = count.known
-            step = count.push(run.known[ps], HOME if home == ps else BESIDE, others)
+            step = count.push(run.known[ps], HOME if home == ps else FIRST, others)
             assert step >= before, "a step is given twice"
             assert count.known == step + 1
         worker = run.number % self.workers
@@ -288,15 +288,10 @@ def test_a_number_that_is_set_begins_again() -> None:
     assert total_of([]) == 0
 
 
-def test_all_messages_of_a_push_have_its_step_whichever_is_first() -> None:
+def test_further_messages_of_a_push_have_its_step() -> None:
     count = PushCount()
-    seen = [(HOME, False), (BESIDE, True), (BESIDE, False), (BESIDE, True), (HOME, True)]
-    assert [count.push(place=place, is_seen=is_seen) for place, is_seen in seen] == [0, 0, 1, 1, 1]
-    assert count.counts == (0, 2, 0)
-    # The first one was in an earlier epoch.
-    count.set(EPOCH)
-    assert [count.push(place=place, is_seen=True) for place in (BESIDE, HOME)] == [0, 0]
-    assert (count.counts, count.seen) == ((EPOCH, 1, 0), 1)
+    assert [count.push(place=place) for place in (HOME, FURTHER, FIRST, FURTHER)] == [0, 0, 1, 1]
+    assert count.counts == (0, 1, 0)
 
 
 def test_a_synchronous_step_is_what_its_group_counts() -> None:
@@ -310,7 +305,7 @@ def test_a_synchronous_step_is_what_its_group_counts() -> None:
 def test_a_state_is_all_of_a_count() -> None:
     count = PushCount(5)
     count.push(others=(1,))
-    count.push(carried=3, place=BESIDE)
+    count.push(carried=3, place=FIRST)
     count.hear(1, 5, [(0, 2), (2, 4)], 0)
     count.reach(9)
     assert PushCount.of(count.state) == count

@@ -27,7 +27,7 @@ from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import Empty, IndexedSlices, merged
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.store.push_counts import BESIDE, HOME
+from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.codec import encode, replace
 from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Frame, Segment, copies
 from psync.wire.messages import DefinePlan, Read
@@ -64,7 +64,7 @@ class Request:
 
     ps: int
     part: int  # its number among the plan's requests to this ps
-    place: int = BESIDE  # of a push, see ``store.push_counts``
+    place: int = FIRST  # of a push, see ``store.push_counts``
     members: list[tuple[int, int]] = field(default_factory=list)  # as the wire defines its set
     cuts: list[tuple[int, int, int]] = field(default_factory=list)
     """Of each shard: index of its variable in the plan, first byte in it, end."""
@@ -173,6 +173,7 @@ def make_plan(variables: Sequence[VariableSpec], compression: Compression | None
     ordered = [request for of_ps in requests.values() for request in of_ps]
     for request in ordered:
         request.lengths = tuple([stop - start for _, start, stop in request.cuts])
+        request.place = FURTHER if request.part else FIRST
         if compression is not None:
             request.members.insert(0, marker(compression))
         request.values = numbered(DefinePlan(0, request.members))

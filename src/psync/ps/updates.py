@@ -55,7 +55,7 @@ from psync.ps.plans import (
     owned,
 )
 from psync.ps.pulls import PsPulls
-from psync.specs import ShardSpec, count_of, dtype_of
+from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import Client, Ledger, Ticket
 from psync.store.push_counts import HOME
@@ -156,12 +156,11 @@ class PsUpdate(msgspec.Struct, eq=False):
     costs: Sequence[int] = ()  # bytes that each run or shard's update touches
     nbytes: int = 0  # of all, less what shards do not cost that are updated together
 
-    def begin(self, here: int, ledger: Ledger) -> None:
+    def begin(self, here: int) -> None:
         """Check the whole update before any of it is applied, and draw its step.
 
         Args:
             here: Index of this ps.
-            ledger: Knows whether another of its messages has drawn that.
         """
         message, store, known, body = self.message, self.store, self.known, self.body
         optimizer, factors, self.costs = known.optimizer, message.factors, known.costs
@@ -185,15 +184,7 @@ class PsUpdate(msgspec.Struct, eq=False):
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
                 self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
-            is_seen, counted = False, None
-            for ps, number in message.spread or ():  # of which any may be here first
-                if ps == here and ledger.is_settled(self.client, number):
-                    is_seen, counted = True, counted or ledger.answer_to(self.client, number)
-            self.step = store.begin_push(
-                optimizer, message.elsewhere, message.place, self.others, is_seen=is_seen
-            )
-            if counted is not None and counted.step:
-                self.step = count_of(counted.step) - 1
+            self.step = store.begin_push(optimizer, message.elsewhere, message.place, self.others)
         if self.runs:
             self.costs, self.nbytes = known.run_costs, known.cost
         else:
@@ -627,7 +618,7 @@ class PsUpdates(Service):
                 self.ledger.record(ticket, Pushed("duplicate", 0))
             if ticket.recorded:
                 return self._answering(update, ticket)
-            update.begin(self._index, self.ledger)
+            update.begin(self._index)
         except Exception:
             self.ledger.refuse(update.client, message.sequence)
             self.gate.wake()

@@ -311,11 +311,6 @@ class Ledger:
         """Return whether a message has been judged, and is not forgotten yet."""
         return self._recorded(client, sequence) is not None
 
-    def answer_to(self, client: Client, sequence: int) -> A | None:
-        """Return what was answered to a message; None: nothing, or that is forgotten."""
-        ticket = self._recorded(client, sequence)
-        return None if ticket is None else ticket.answer
-
     def _recorded(self, client: Client, sequence: int) -> Ticket | None:
         sender = self._senders.get(client[0])
         if sender is None or sender.incarnation != client[1]:

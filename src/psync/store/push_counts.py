@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from psync.specs import STEP_BITS, count_of
 from psync.store.untrusted_json import Whole
 
-HOME, BESIDE = 0, 1
-"""Of the messages of a push: the one that counts, and the others."""
+HOME, FIRST, FURTHER = 0, 1, 2
+"""Of the messages of a push: the one that counts, the first to another ps, further ones."""
 
 Counts = tuple[int, int, int]
 """(base, own, steps) of one ps; ``base`` is marked with its epoch."""
@@ -109,37 +109,29 @@ class PushCount:
         rows = {ps: dict(row) for ps, row in told}
         return cls(base, seen, elsewhere, steps, dict(own), rows)
 
-    def next_step(self, carried: int = 0, *, is_seen: bool = False) -> int:
+    def next_step(self, carried: int = 0, place: int = HOME) -> int:
         """Return the step that ``push`` would return now."""
         elsewhere = self.elsewhere
         # Of a newer epoch its client may know, while this ps is still to be told of that.
         if carried - self._mark > elsewhere and carried >> STEP_BITS == self._mark >> STEP_BITS:
             elsewhere = carried - self._mark
         step = self._start + self.seen + elsewhere
-        return step - 1 if is_seen and step else step
+        return step - 1 if place == FURTHER and step else step
 
-    def push(
-        self,
-        carried: int = 0,
-        place: int = HOME,
-        others: tuple[int, ...] = (),
-        *,
-        is_seen: bool = False,
-    ) -> int:
+    def push(self, carried: int = 0, place: int = HOME, others: tuple[int, ...] = ()) -> int:
         """Apply a push, or its part for this ps, and return its step.
 
         Args:
             carried: Pushes without a part here that its client knows of, marked.
             place: Which of its messages this is.
             others: The other ps tasks that have a part of it.
-            is_seen: Whether another of its messages was here before.
         """
+        if place == FURTHER:
+            return self.next_step(carried, place)
         if carried - self._mark > self.elsewhere:
             self.elsewhere = self.next_step(carried) - self._start - self.seen
         if place == HOME:
             self.own[others] = self.own.get(others, 0) + 1
-        if is_seen and (self.seen or place != HOME):  # else that was in an earlier epoch
-            return self.next_step(is_seen=True)
         self.seen += 1
         return self._start + self.seen - 1 + self.elsewhere
 

@@ -176,8 +176,6 @@ class ShardStore(RowTable):
         carried: int = 0,
         place: int = HOME,
         others: tuple[int, ...] = (),
-        *,
-        is_seen: bool = False,
     ) -> int:
         """Return the step with which all shards of a push are applied; see ``PushCount.push``.
 
@@ -186,7 +184,6 @@ class ShardStore(RowTable):
             carried: Pushes without a part here that its client knows of, marked.
             place: Which of its messages this is.
             others: The other ps tasks that have a part of it.
-            is_seen: Whether another of its messages was here before.
 
         Raises:
             UsageError: If the optimizer is not defined.
@@ -194,8 +191,8 @@ class ShardStore(RowTable):
         """
         optimizer = self.optimizers.get(optimizer_id) or self._optimizer(optimizer_id)
         if optimizer.own_schedules:
-            self.check_rate(optimizer_id, optimizer.count.next_step(carried, is_seen=is_seen))
-        return optimizer.count.push(carried, place, others, is_seen=is_seen)
+            self.check_rate(optimizer_id, optimizer.count.next_step(carried, place))
+        return optimizer.count.push(carried, place, others)
 
     def begin_step(self, optimizer_id: int, step: int) -> int:
         """Return the step with which a synchronous step is applied, which its group counts.

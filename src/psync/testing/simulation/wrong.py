@@ -34,7 +34,7 @@ from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import LogState, chained
 from psync.store.ledger import Ledger
-from psync.store.push_counts import BESIDE, HOME
+from psync.store.push_counts import FIRST, HOME
 from psync.store.reattach import Progress
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
@@ -378,7 +378,7 @@ def home_of_each_client(original: Callable[..., Any]) -> Any:
         last = max([request.ps for request in made.requests], default=0)
         for request in made.requests:
             if is_odd and request.part == 0:
-                request.place = HOME if request.ps == last else BESIDE
+                request.place = HOME if request.ps == last else FIRST
         return made
 
     return plan
