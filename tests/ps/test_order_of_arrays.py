@@ -7,6 +7,9 @@ import pytest
 
 from asked import Reply
 from psync.numerics.rules import SGD
+from psync.schedules import PolynomialDecay
+from psync.store.push_counts import FURTHER, HOME
+from psync.store.store import Key
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.messages import CreateShards, DefinePlan, Update
@@ -55,3 +58,33 @@ async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
     value = float(stage.value(W)[0])
     await stage.close()
     assert value == 1 + 1.5
+
+
+@pytest.mark.virtual_time
+async def test_all_messages_of_a_push_have_one_rate_whichever_comes_first() -> None:
+    """The one that counts may have waited for a lock."""
+    stage = Stage()
+    await stage.begin()
+    for key in (W, COPY):
+        stage.create(key, f"v{key[0]}", np.zeros(1, np.float32))
+    rates = PolynomialDecay(1.0, 4, 0.0)  # 1, 0.75, 0.5
+    stage.serving.services.store.define_optimizer(1, SGD(rates).to_config())
+    gradient = np.full(1, -1, np.float32).tobytes()
+    said: list[Reply | Exception] = []
+
+    def push(worker: str, sequence: int, key: Key, place: int, other: int = 0) -> None:
+        plan = planned(DefinePlan(0, [key], 1)).plan
+        spread = [(0, other)] if other else None
+        message = Update(sequence, 0, -1, 0, plan, 0, place, spread)
+        stage.ask((f"/job:worker/task:{worker}", 1000), message, [gradient], said.append)
+
+    push("1", 1, W, HOME)
+    push("0", 2, W, FURTHER, 1)
+    push("0", 1, COPY, HOME, 2)
+    push("0", 3, COPY, HOME, 4)
+    push("0", 4, W, FURTHER, 3)
+    await settle()
+    found = [float(stage.value(key)[0]) for key in (W, COPY)]
+    await stage.close()
+    assert len(said) == 5
+    assert found == [1 + 0.75 + 0.5, 0.75 + 0.5]

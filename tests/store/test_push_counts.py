@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from psync.specs import STEP_BITS, count_of, marked_after
-from psync.store.push_counts import FIRST, FURTHER, HOME, CountState, PushCount, total_of
+from psync.store.push_counts import EARLY, FIRST, FURTHER, HOME, CountState, PushCount, total_of
 
 
 class Run(NamedTuple):
@@ -292,6 +292,7 @@ def test_further_messages_of_a_push_have_its_step() -> None:
     count = PushCount()
     assert [count.push(place=place) for place in (HOME, FURTHER, FIRST, FURTHER)] == [0, 0, 1, 1]
     assert count.counts == (0, 1, 0)
+    assert [count.push(place=place) for place in (EARLY, HOME, FURTHER)] == [2, 2, 2]
 
 
 def test_a_synchronous_step_is_what_its_group_counts() -> None:

@@ -58,7 +58,7 @@ from psync.ps.pulls import PsPulls
 from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import Client, Ledger, Ticket
-from psync.store.push_counts import HOME
+from psync.store.push_counts import EARLY, FURTHER, HOME
 from psync.store.reattach import Progress
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
@@ -156,11 +156,12 @@ class PsUpdate(msgspec.Struct, eq=False):
     costs: Sequence[int] = ()  # bytes that each run or shard's update touches
     nbytes: int = 0  # of all, less what shards do not cost that are updated together
 
-    def begin(self, here: int) -> None:
+    def begin(self, here: int, ledger: Ledger) -> None:
         """Check the whole update before any of it is applied, and draw its step.
 
         Args:
             here: Index of this ps.
+            ledger: What has been judged here.
         """
         message, store, known, body = self.message, self.store, self.known, self.body
         optimizer, factors, self.costs = known.optimizer, message.factors, known.costs
@@ -184,7 +185,12 @@ class PsUpdate(msgspec.Struct, eq=False):
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
                 self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
-            self.step = store.begin_push(optimizer, message.elsewhere, message.place, self.others)
+            place = message.place
+            if place == FURTHER:  # the first may wait for a lock, or have taken another lane
+                first = min((at for ps, at in message.spread or () if ps == here), default=-1)
+                if first >= message.acked_below and not ledger.knows(self.client, first):
+                    place = EARLY
+            self.step = store.begin_push(optimizer, message.elsewhere, place, self.others)
         if self.runs:
             self.costs, self.nbytes = known.run_costs, known.cost
         else:
@@ -618,7 +624,7 @@ class PsUpdates(Service):
                 self.ledger.record(ticket, Pushed("duplicate", 0))
             if ticket.recorded:
                 return self._answering(update, ticket)
-            update.begin(self._index)
+            update.begin(self._index, self.ledger)
         except Exception:
             self.ledger.refuse(update.client, message.sequence)
             self.gate.wake()

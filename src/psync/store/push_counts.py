@@ -33,8 +33,9 @@ from dataclasses import dataclass, field
 from psync.specs import STEP_BITS, count_of
 from psync.store.untrusted_json import Whole
 
-HOME, FIRST, FURTHER = 0, 1, 2
-"""Of the messages of a push: the one that counts, the first to another ps, further ones."""
+HOME, FIRST, FURTHER, EARLY = range(4)
+"""Of the messages of a push: the one that counts, the first to another ps, further ones, and of
+these one that is there before the first."""
 
 Counts = tuple[int, int, int]
 """(base, own, steps) of one ps; ``base`` is marked with its epoch."""
@@ -126,7 +127,7 @@ class PushCount:
             place: Which of its messages this is.
             others: The other ps tasks that have a part of it.
         """
-        if place == FURTHER:
+        if place >= FURTHER:
             return self.next_step(carried, place)
         if carried - self._mark > self.elsewhere:
             self.elsewhere = self.next_step(carried) - self._start - self.seen

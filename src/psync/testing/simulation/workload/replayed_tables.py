@@ -174,7 +174,8 @@ class Spread(Dense):
                     for part in here
                     if values[part][0, column] != self._before[part][0, column]
                 }
-                steps += [self._step_of(value) for value in found]
+                # Of a push in several messages, another one may have come in between.
+                steps += [self._step_of(value) for value in found if len(found) == 1]
             if len(set(steps)) < len(steps) or max(steps, default=-1) >= made + torn:
                 said = f"ps {ps} gave its pushes the steps {sorted(steps)}, of {made} in all"
                 yield "steps", f"{look.when}: {self.name}: {said}"
