@@ -626,6 +626,12 @@ class TestNewestCheckpoints:
         newest.remove(paths[1])
         assert newest.paths == paths[3:], "closures that the others lack are not remembered"
         assert newest.use_newest() == newest.in_use == Path("ckpt-1")
+        for _ in range(6):  # it is restored
+            newest.add(Path("ckpt-1"))
+        assert newest.paths == paths[3:]
+        newest.remove(paths[4])
+        newest.add(paths[3])
+        assert [*filter(None, newest.paths)] == [paths[5], paths[3]]
 
     def test_one_that_is_passed_over_is_not_used_again(
         self, caplog: pytest.LogCaptureFixture

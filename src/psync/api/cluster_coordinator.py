@@ -110,8 +110,8 @@ class ClusterCoordinator(Scheduling):
         attach: Whether to continue with the values that an earlier program left on the ps tasks.
             The program must declare the same variables and make the same optimizers before it
             schedules anything; values of undeclared variables are dropped. Slots, steps and
-            learning rates continue as well; closures are new. If there are no values, this is a
-            normal start.
+            learning rates continue as well; closures are new. If no value was updated, or a
+            restore was cut short, this is a normal start.
         metrics: Address for Prometheus, "host:port"; the log shows the URL. None:
             ``PSYNC_METRICS``.
         dashboard: Address of a web page that shows the run, "127.0.0.1:0". Its URL, including the

@@ -117,8 +117,8 @@ class Scheduling:
         ``distribute_once``, which are pending again automatically.
 
         The coordinator keeps calls in memory, up to 256 MiB, from the end of their closures until
-        the next checkpoint. It keeps undone calls until they are scheduled again, until the next
-        rollback, or until the second checkpoint after the rollback.
+        no rollback can undo them any more. It keeps undone calls until they are scheduled again,
+        until the next rollback, or until the second checkpoint after the rollback.
 
         Args:
             event: An event that ``events()`` has yielded.

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import math
@@ -795,23 +796,25 @@ class NewestCheckpoints:
 
     Attributes:
         in_use: Where ps tasks are rolling back to, which must not be removed; None: nowhere.
-        paths: Those that may be used, the newest at the end: all that were saved since the first of
-            them, as ``EndedClosures`` needs it.
+        paths: Those that may be used, the newest at the end; None: one that may not be. There is
+            one for each save since the first, as ``EndedClosures`` needs it.
     """
 
     in_use: Path | None = None
-    paths: list[Path] = field(default_factory=list)
+    paths: list[Path | None] = field(default_factory=list)
     _passed_over: list[CheckpointError] = field(default_factory=list)  # since one was added
 
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""
-        self.paths = [*self.paths, path][-MOST_PATHS:]
+        if path not in self.paths[-1:]:  # else it was restored
+            self.remove(path)
+            self.paths = [*self.paths, path][-MOST_PATHS:]
         self._passed_over = []
 
-    def remove(self, path: Path) -> None:
-        """Forget one that is going to be removed, and those before it."""
-        while path in self.paths:
-            self.paths.pop(0)
+    def remove(self, path: Path | None) -> None:
+        """Forget one that is going to be removed."""
+        left = [None if each == path else each for each in self.paths]
+        self.paths = [*itertools.dropwhile(lambda each: each is None, left)]
 
     def use_newest(self) -> Path:
         """Return the newest one that was not passed over.
@@ -819,16 +822,17 @@ class NewestCheckpoints:
         Raises:
             CheckpointError: There is none left; says why of each.
         """
-        if not self.paths:
+        newest = next(filter(None, reversed(self.paths)), None)
+        if newest is None:
             reasons = "; ".join(each.message for each in self._passed_over)
             own = [each.hint for each in self._passed_over if type(each) is CheckpointError]
             raise CheckpointError(reasons, hint=next(filter(None, own), NONE_IS_WHOLE))
-        self.in_use = self.paths[-1]
-        return self.in_use
+        self.in_use = newest
+        return newest
 
     def pass_over(self, error: CheckpointError) -> None:
         """Never use again the one that is in use."""
         assert self.in_use is not None, "it was to be used"
         logger.error("rollback passes over %s: %s", self.in_use.name, error.message)
-        self.paths = [each for each in self.paths if each != self.in_use]
+        self.remove(self.in_use)
         self._passed_over.append(error)

@@ -436,11 +436,16 @@ class Creation:
         Cancellation: Safe.
         """
         holdings = await self._order(Orders(), lineage=0, last=False)
-        adoption = Adoption(holdings)
         progress = max(holding.progress for holding in holdings)
-        if progress != Progress.UPDATED:
+        # Of one that was started again nobody knows what it held.
+        is_known = all(holding.lineage for holding in holdings)
+        adoption = None if progress != Progress.UPDATED and is_known else Adoption(holdings)
+        if adoption is None or progress != Progress.UPDATED:
             found = "hold a part of a checkpoint" if progress else "hold no updates"
-            logger.info("the ps tasks %s: all variables start with their initial values", found)
+            level = logging.WARNING if progress else logging.INFO
+            logger.log(
+                level, "the ps tasks %s: all variables start with their initial values", found
+            )
             await self._order(Orders(), lineage=lineage, last=True)
             return
         self.left, self.partial_updates = adoption, partial_updates(holdings)

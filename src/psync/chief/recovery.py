@@ -294,7 +294,8 @@ class ClusterRecovery:
         links.on_ps_lost, links.on_replaced = self.ps_lost, self.rule.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # recovers
-        self._restores = 0  # that assign at present
+        self._num_assigning = 0  # restores that assign at present
+        self._is_torn = False  # one has failed since there was none
         self._began: float | None = None  # when the queue was paused; None: it is not
         # Of the present rollback: how far training was, and what it goes back to.
         self._from_step = 0
@@ -453,13 +454,17 @@ class ClusterRecovery:
 
         Cancellation: As that of ``assign``; it has not ended then, nor if it fails.
         """
-        self._restores += 1
+        self._is_torn = self._is_torn and self._num_assigning > 0
+        self._num_assigning += 1
         try:
             await self._mark_restore(ended=False)
             await assign()
+        except BaseException:
+            self._is_torn = True
+            raise
         finally:
-            self._restores -= 1
-        if not self._restores:
+            self._num_assigning -= 1
+        if not self._num_assigning and not self._is_torn:
             await self._mark_restore(ended=True)
 
     async def _mark_restore(self, *, ended: bool) -> None:
@@ -601,7 +606,7 @@ class ClusterRecovery:
     async def adopt(self) -> None:
         """Step: let every ps say that it may be attached from now on."""
         lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-        if self._restores:  # what was assigned is gone
+        if self._num_assigning:  # what was assigned is gone
             await self._ask_all(messages.MarkRestore(ended=False))
         await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 

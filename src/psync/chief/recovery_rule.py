@@ -18,7 +18,7 @@ the other; a loss meanwhile is noted, and the step fails.
 | ROLLBACK | a ps is lost | ROLLBACK | go_home; what it was needed for fails |
 | ROLLBACK | read, attach_all is done | ROLLBACK | the next step |
 | ROLLBACK | restore is done | ROLLBACK | rolled_back; adopt |
-| ROLLBACK | restore finds the checkpoint damaged | ROLLBACK | read one before it; restore |
+| ROLLBACK | restore finds the checkpoint damaged | ROLLBACK | restore the one before it |
 | ROLLBACK | adopt is done | RUNNING | resume |
 | ROLLBACK | a step fails since a ps was lost, or one is when all are done | ROLLBACK | read again |
 | ROLLBACK | a step fails otherwise, or 50 in a row do | GONE | end |

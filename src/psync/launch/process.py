@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TextIO, TypeVar
 
-from psync.errors import ConfigurationError, check_fits
+from psync.errors import ConfigurationError, check_fits, naming
 from psync.net.platform import (
     FLAGS,
     Workforce,
@@ -206,7 +206,7 @@ def check_settings(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigurationError: The value of one makes no sense.
     """
-    from psync.status.http import address_in  # a task needs it only where it serves
+    from psync.status.http import checked_address  # a task needs it only where it serves
 
     for variable in FLAGS:
         flag(environ, variable)
@@ -215,7 +215,9 @@ def check_settings(environ: Mapping[str, str]) -> None:
     watchdog_timeout(environ)
     loop_name(environ)
     for variable in ("PSYNC_METRICS", "PSYNC_TASK_METRICS", "PSYNC_DASHBOARD"):
-        address_in(environ, variable)
+        if address := environ.get(variable):  # whether it can be served is seen where it is
+            with naming(variable):
+                checked_address(variable.rpartition("_")[2].lower(), address)
 
 
 def loop_name(environ: Mapping[str, str] = os.environ) -> str:

@@ -47,7 +47,7 @@ async def first_of(*works: Coroutine[Any, Any, T]) -> T:
 
 
 async def at_most(seconds: float, work: Awaitable[Any]) -> None:
-    """Wait for work, which is cancelled after so many seconds; that raises nothing."""
+    """Wait for work, which is cancelled after so many seconds. A TimeoutError is no error."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await work

@@ -117,7 +117,7 @@ class Executor:
 
     @property
     def num_unreleased(self) -> int:
-        """Entries that wait for the backup; not counted: those that wait behind them."""
+        """Entries that the backup does not have."""
         return sum(entry.number > self.log.released for entry in self._queue)
 
     # Entries.

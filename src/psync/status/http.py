@@ -94,18 +94,24 @@ def check_can_serve(extra: str, address: str) -> tuple[str, int]:
     Raises:
         ConfigurationError: It is no address, or a package of the extra is not installed.
     """
-    try:
-        host, port = split_address(address)
-    except ConfigurationError:
-        host, port = "", None
-    hint = '"127.0.0.1:0" takes any free port, for programs on this machine'
-    check_fits(host != "" and port is not None, f'{extra}: expected "HOST:PORT"', address, hint)
+    where = checked_address(extra, address)
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
             f"{extra}: {' and '.join(missing)} must be installed",
             hint=f'pip install "psync[{extra}]"',
         )
+    return where
+
+
+def checked_address(extra: str, address: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT", or raise ConfigurationError."""
+    try:
+        host, port = split_address(address)
+    except ConfigurationError:
+        host, port = "", None
+    hint = '"127.0.0.1:0" takes any free port, for programs on this machine'
+    check_fits(host != "" and port is not None, f'{extra}: expected "HOST:PORT"', address, hint)
     return host, port or 0
 
 

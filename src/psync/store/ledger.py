@@ -271,10 +271,7 @@ class Ledger:
         variables: Sequence[str] = (),
         spread: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Note that a call counts, as no message that comes again: a synchronous push does.
-
-        Its group knows the message as long as its client may repeat it.
-        """
+        """Note that the call of a synchronous push counts; its group knows the message."""
         self._closures.setdefault(call[0] & FIRST, {})[call[1]] = Ticket(
             ("", 0), 0, call, True, variable_set, variables, spread, recorded=True
         )

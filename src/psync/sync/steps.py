@@ -4,11 +4,11 @@ A push arrives here when all its parts are held by ps tasks, or when it is stale
 line that fits decides:
 
     the push                                             what becomes of it
-    training has ended, or the group is broken           Refuse
     of an incarnation that was replaced                  FencedError
-    same replica, same number, answered                  the same Answer again
-    same replica, same number, waiting                   it goes on waiting
     its replica has acknowledged the answer              Refuse: it came late, nobody waits for it
+    same replica, same number, answered                  the same Answer again
+    training has ended, or the group is broken           Refuse
+    same replica, same number, waiting                   it goes on waiting
     its closure is final, or made the same call before   "duplicate", then a token
     local step below the group's step, see ``Group``     "stale", then a token
     its replica has used all bound tokens of the step    "stale", then a token
@@ -455,7 +455,8 @@ class Group(GroupState, kw_only=True, eq=False):
                 made = push.contribution
                 if made.replica in self.replicas:
                     pushes[at] = self.replicas[made.replica].pushes.get(made.number, push)
-                if made.call is not None:  # the ledger's snapshot has those that are applied
+                # The ledger's snapshot has those that are applied, and none of what is final.
+                if made.call is not None and not self.ledger.final.is_over(first_of(made.call[0])):
                     self.ledger.count(made.call, (self.number, made.variable_set))
 
     # Steps.

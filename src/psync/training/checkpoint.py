@@ -768,11 +768,14 @@ class Checkpoint:
                 await asyncio.to_thread(reader.check, tensor)  # all, before any is replaced
                 show((done := done + part.nbytes) // 2)
             contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
-            coordinator = self._coordinator()
             restore: Callable[[], Awaitable[None]] = functools.partial(assign, done)
-            if coordinator is not None:
-                restore = functools.partial(coordinator.recovery.assigning, restore)
-            await self._as_first_state(restore)
+            if not (found or steps or rates):
+                await restore()  # nothing of it is on ps tasks
+            else:
+                coordinator = self._coordinator()
+                if coordinator is not None:
+                    restore = functools.partial(coordinator.recovery.assigning, restore)
+                await self._as_first_state(restore)
         logger.info("restored %s", reader.path)
         return Restored(reader.path, manifest.number, missing, extra)
 
@@ -786,9 +789,9 @@ class Checkpoint:
 
     def _coordinator(self) -> Coordinator | None:
         handle = next(iter(self._contents(slots=False).handles.values()), None)
-        # Slots may be restored alone.
-        all_here = iter(_coordinators())
-        found = next(all_here, None) if handle is None else coordinator_of(handle.origin)
+        running = running_scopes() if handle is None else []  # slots may be restored alone
+        origin = handle.origin if handle is not None else ""
+        found = coordinator_of(running[0]._origin if len(running) == 1 else origin)
         if found is not None and asyncio.get_running_loop() is not found.links.ps.loop:
             raise other_loop("restoring a checkpoint")
         return found
@@ -949,7 +952,7 @@ class CheckpointManager:
             coordinator.recovery.saved(path, snapshots)
             checkpoints = coordinator.recovery.checkpoints
         # Not after an await: a rollback that begins from now on uses those of ``paths``.
-        needed = [path, *checkpoints.paths[-(self._max_to_keep or 1) :]]
+        needed = [path, *[*filter(None, checkpoints.paths)][-(self._max_to_keep or 1) :]]
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(files.checkpoints_in, self.directory)
             for each, old in found[: -self._max_to_keep]:

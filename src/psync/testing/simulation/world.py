@@ -392,7 +392,7 @@ class World:
         if self.coordinator is None or self._damaged:
             return
         run = self.coordinator._coordinator
-        paths = [] if run is None else run.recovery.checkpoints.paths
+        paths = [] if run is None else [*filter(None, run.recovery.checkpoints.paths)]
         known = {save.name for save in self.journal.saves}
         rng = self.stream("damage")
         newest = paths[1:][-rng.choice((1, 2, 2)) :]
