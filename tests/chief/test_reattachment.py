@@ -249,6 +249,24 @@ async def test_values_that_nothing_has_updated_are_not_attached_to(
                     await manager.restore_or_initialize()
 
 
+@pytest.mark.promise("failures.chief-unfinished-restore")
+async def test_a_chief_that_dies_while_it_begins_anew_is_no_hindrance(tmp_path: Path) -> None:
+    """One ps has dropped what it had, the other one has not."""
+    async with tapped(1) as cluster:
+        async with of_checkpoints(cluster, tmp_path, attach=False) as (_, variables, _):
+            await firsts(variables)
+        asked = itertools.count()
+        with cluster.tap("ps-1").at(AdoptShards, lambda: next(asked) == 0) as is_sent:
+            starting = asyncio.create_task(of_checkpoints(cluster, tmp_path).__aenter__())
+            await is_sent.wait()
+            await asyncio.sleep(1.0)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        async with of_checkpoints(cluster, tmp_path) as (coordinator, variables, _):
+            assert not coordinator.attached
+            assert await firsts(variables) == [0, 0, 0]
+
+
 @pytest.mark.promise("failures.chief-attach")
 async def test_a_restore_that_has_ended_leaves_what_was_trained_before(tmp_path: Path) -> None:
     async with tapped(1) as cluster:

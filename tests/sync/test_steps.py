@@ -674,6 +674,17 @@ def test_a_step_that_could_not_be_applied_is_told_to_all() -> None:
     assert refusals(backup.push(0, 1, number=3)) == [(0, "ParameterServerLost")]
 
 
+def test_a_backup_takes_no_call_of_a_closure_that_has_ended_for_one_that_may_come_again() -> None:
+    """Its step is still open: the closure was not to wait for that."""
+    steps, backup = Steps(2), Steps(2)
+    steps.push(0, 0, closure=5)
+    for each in (steps, backup):  # the backup's ledger, from the snapshot
+        each.ledger.final_below(6)
+    backup.restore(steps.snapshot(), {GROUP: config(2)})
+    assert backup.snapshot() == steps.snapshot()
+    assert backup.ledger.counted() == steps.ledger.counted() == []
+
+
 def test_defining_again_changes_nothing() -> None:
     steps = Steps(2)
     steps.push(0, 0)
