@@ -73,7 +73,7 @@ def test_each_update_that_was_acknowledged_is_there_and_none_twice(
 
 
 @pytest.mark.promise("failures.chief-with-other-variables")
-@pytest.mark.parametrize(("when", "code"), [("early", 2), ("late", 1)])
+@pytest.mark.parametrize(("when", "code"), [("early", 2), ("late", 1), ("grouped", 1)])
 def test_a_program_with_other_variables_leaves_the_values_to_the_next_one(
     when: str, code: int
 ) -> None:

@@ -271,9 +271,10 @@ async def _run_main(
         # declared after the start may also differ from the one of which ps tasks hold the values.
         tasks_end = tasks_end and began.is_set() and not isinstance(exc, AttachError)
         raise
-    except BaseException:
+    except BaseException as exc:
         # Where it is started again it goes on with them, or waits for them.
-        tasks_end = tasks_end and not own.is_supervised
+        did_not_fit = isinstance(exc, BaseExceptionGroup) and exc.subgroup(AttachError) is not None
+        tasks_end = tasks_end and not own.is_supervised and not did_not_fit
         raise
     finally:
         if tasks_end:

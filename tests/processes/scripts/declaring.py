@@ -1,5 +1,6 @@
-"""A chief that adds 1 to a variable and attaches: `declaring.py SIZE early|late live|die`."""
+"""A chief that adds 1 to a variable and attaches: `SIZE early|late|grouped live|die`."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -21,7 +22,11 @@ async def main() -> None:
     async with psync.ClusterCoordinator(strategy, attach=True):
         if variable is None:
             variable = declare()
-        await variable.assign_add(np.ones(size, np.float32))
+        if when == "grouped":
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(variable.assign_add(np.ones(size, np.float32)))
+        else:
+            await variable.assign_add(np.ones(size, np.float32))
         if end == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         print((await variable.read()).tolist())
