@@ -219,7 +219,7 @@ def test_the_option_wins_over_the_variable() -> None:
         assert end.code == 1
         wrong = cluster.run("ps", 0, (*SERVE, "--chief-timeout", "soon"))
     assert wrong.code == 2
-    assert "chief timeout: expected seconds above 0, or none, got 'soon'" in wrong.err
+    assert "(--chief-timeout): expected seconds above 0, or none, got 'soon'" in wrong.err
 
 
 @pytest.mark.promise("failures.chief-absent")
