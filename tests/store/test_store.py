@@ -966,6 +966,7 @@ def test_other_shards_of_the_push_are_updated(registry: None) -> None:
     store.apply_at_once(0, Plan(keys), Means([gradients, gradients], [1.0, 1.0]), 1)
     assert store.take_failure(0, 1) is not None
     assert [store.version(key) for key in keys] == [2, 0, 2]
+    assert store.num_updates == 4
 
 
 @pytest.mark.parametrize(
