@@ -45,7 +45,7 @@ from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import AllPs, StepCloser
 from psync.sync.steps import Close, Contribution, Group, SyncSteps
 from psync.wire.closure_numbers import PART_BITS, first_of
-from psync.wire.codec import Message, decode, encode
+from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.messages import Done, FinalBelow, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
@@ -176,7 +176,7 @@ def settled_without_the_last(original: Callable[..., Any]) -> Any:
 def forgets_one_more(original: Callable[..., Any]) -> Any:
     def final_below(self: PsServices, request: Request[FinalBelow]) -> None:
         told = request.message
-        request.message = dataclasses.replace(told, closure=told.closure + 1)
+        request.message = replace(told, closure=told.closure + 1)
         original(self, request)
 
     return final_below
@@ -319,7 +319,7 @@ def keeps_the_parts(original: Callable[..., Any]) -> Any:
 
 def allows_one_more(original: Callable[..., Any]) -> Any:
     def bound(self: ClockService, message: Any) -> Any:
-        return original(self, dataclasses.replace(message, max_staleness=message.max_staleness + 1))
+        return original(self, replace(message, max_staleness=message.max_staleness + 1))
 
     return bound
 
@@ -333,7 +333,7 @@ def passes_over_finality(original: Callable[..., Any]) -> Any:
     def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
         message = decode(entry[2])
         if isinstance(message, FinalBelow):
-            entry = (*entry[:2], encode(dataclasses.replace(message, closure=0)), entry[3])
+            entry = (*entry[:2], encode(replace(message, closure=0)), entry[3])
         original(self, number, entry, body)
 
     return add
