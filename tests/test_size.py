@@ -10,8 +10,8 @@ from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
     "core": 40_995,
-    "src": 57_647,
-    "nodes": 556_820,
+    "src": 57_648,
+    "nodes": 556_829,
     "tests": 88_946,
     "net": 4_376,
     "api": 3_362,
@@ -34,7 +34,7 @@ SIZES = {
     "compat": 646,
     "serialization": 804,
     "checkpoints": 813,
-    "testing": 10_547,
+    "testing": 10_548,
     "integrations": 4_610,
     "bench": 1_495,
 }

@@ -340,7 +340,8 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "plan_is_stale": Mutant(
         "what a plan says of a store is read again after a rollback", ("checkpoint",),
-        ((ShardSet, "look_up", wrong.never_looks_again),),
+        ((ShardSet, "look_up", wrong.never_looks_again),
+         (Plans, "since", lambda original: lambda plans, _: plans)),
     ),
     "told_is_kept": Mutant(
         "a rollback undoes what a ps was told of pushes elsewhere", ("checkpoint",),
