@@ -1,11 +1,13 @@
-"""The figures that may only fall: how much code there is, and how many calls an operation makes.
+"""The figures that may only fall: how much code there is, and how much of it an operation runs.
 
     python tests/helpers/figures.py           all of them
-    python tests/helpers/figures.py sync      the calls of one operation, by function
+    python tests/helpers/figures.py sync      bytecodes and calls of one operation, by function
 
 Calls are Python frames under a task of psync, its own and those of what it calls, except the event
 loop's, for one operation of a warm cluster in memory (2 ps tasks, one float32 variable of 40 KB,
-cut in two). Under the virtual clock they are the same in every run of one version of Python.
+cut in two); bytecodes are what these frames execute. Under the virtual clock they are the same in
+every run of one version of Python. Speed follows the bytecodes: fewer calls of longer functions
+save little.
 """
 
 from __future__ import annotations
@@ -77,33 +79,49 @@ def sizes() -> dict[str, int]:
 
 
 class Calls:
-    """Counts while it is entered: Python calls by function, and calls into C."""
+    """Counts while it is entered: Python calls and bytecodes by function, and calls into C."""
 
     def __init__(self) -> None:
         self.functions: Counter[str] = Counter()
+        self.bytecodes: Counter[str] = Counter()
         self.native = 0
 
     def __enter__(self) -> Calls:
         gc.collect()
         gc.disable()  # what other tests have left is not of this operation
-        threading.setprofile(self._count)
-        sys.setprofile(self._count)
+        threading.setprofile(self._count_native)
+        threading.settrace(self._count_call)
+        sys.setprofile(self._count_native)
+        self._traced = sys.gettrace()
+        sys.settrace(self._count_call)
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.settrace(self._traced)
         sys.setprofile(None)
+        threading.settrace(None)  # type: ignore[arg-type]
         threading.setprofile(None)
         gc.enable()
 
-    def _count(self, frame: FrameType, event: str, _: Any) -> None:
-        if event not in ("call", "c_call"):
-            return
+    def _count_native(self, frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
-        own = name.startswith(ROOT) and not name.startswith(UNCOUNTED)
-        if event == "c_call":
-            self.native += own
-        elif own or (not name.startswith(UNCOUNTED) and _is_called_by_psync(frame)):
-            self.functions[f"{name.removeprefix(ROOT)}:{frame.f_code.co_qualname}"] += 1
+        if event == "c_call" and name.startswith(ROOT) and not name.startswith(UNCOUNTED):
+            self.native += 1
+
+    def _count_call(self, frame: FrameType, _: str, __: Any) -> Callable[..., Any] | None:
+        name = frame.f_code.co_filename
+        own = name.startswith(ROOT)
+        if name.startswith(UNCOUNTED) or not (own or _is_called_by_psync(frame)):
+            return None
+        function = f"{name.removeprefix(ROOT)}:{frame.f_code.co_qualname}"
+        self.functions[function] += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def count(_: FrameType, event: str, __: Any) -> Callable[..., Any]:
+            self.bytecodes[function] += event == "opcode"
+            return count
+
+        return count
 
 
 def _is_called_by_psync(frame: FrameType | None) -> bool:
@@ -121,6 +139,7 @@ async def counted(run: Callable[[int], Awaitable[None]], times: int = TIMES) -> 
     with Calls() as many:
         await run(2 * times)
     many.functions.subtract(few.functions)
+    many.bytecodes.subtract(few.bytecodes)
     many.native -= few.native
     return many
 
@@ -188,23 +207,25 @@ def calls_of(name: str) -> Calls:
     return run_virtual(message if name == "message" else lambda: operation(name))
 
 
-def per_operation(name: str) -> tuple[float, float]:
-    """Return the Python calls of one operation, and its calls into C."""
+def per_operation(name: str) -> tuple[float, float, float]:
+    """Return the bytecodes and Python calls of one operation, and its calls into C."""
     found, times = calls_of(name), TIMES * (2 if name == "message" else 1)
-    return found.functions.total() / times, found.native / times
+    return found.bytecodes.total() / times, found.functions.total() / times, found.native / times
 
 
 def main(chosen: list[str]) -> None:
     """Print figures."""
     for name in chosen:
-        for function, times in calls_of(name).functions.most_common():
+        found = calls_of(name)
+        for function, times in found.bytecodes.most_common():
             if times:
-                print(f"{times / TIMES:8.2f}  {function}")
+                print(f"{times / TIMES:8.1f} {found.functions[function] / TIMES:8.2f}  {function}")
     if not chosen:
         for name, size in sorted(sizes().items(), key=lambda item: item[1]):
             print(f"{name:14} {size:8}")
         for name in OPERATIONS:
-            print("{:14} {:8.1f} Python calls, {:8.1f} into C".format(name, *per_operation(name)))
+            figures = "{:8.0f} bytecodes, {:6.1f} Python calls, {:6.1f} into C"
+            print(f"{name:14}", figures.format(*per_operation(name)))
 
 
 if __name__ == "__main__":
